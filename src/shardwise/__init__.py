@@ -1,0 +1,29 @@
+"""Shardwise: train PyTorch models that do not fit, with the loop that you already have."""
+
+from shardwise.api.shard import Sharded, shard
+from shardwise.core.errors import (
+    CheckpointError,
+    DesyncError,
+    NonFiniteError,
+    NotGatheredError,
+    PlanError,
+    RankLostError,
+    ShardwiseError,
+    UsageError,
+)
+from shardwise.core.plan import Plan
+
+__all__ = [
+    "CheckpointError",
+    "DesyncError",
+    "NonFiniteError",
+    "NotGatheredError",
+    "Plan",
+    "PlanError",
+    "RankLostError",
+    "Sharded",
+    "ShardwiseError",
+    "UsageError",
+    "shard",
+]
+__version__ = "0.1.0"

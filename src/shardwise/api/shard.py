@@ -1,0 +1,221 @@
+"""``shard``: one call that turns a plain model and its optimizer into sharded ones, in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.core.errors import PlanError, UsageError, UsageTypeError
+from shardwise.core.ledger import Ledger
+from shardwise.core.plan import Plan
+from shardwise.core.schedule import Schedule
+from shardwise.core.trace import Trace
+from shardwise.core.tree import host_tree
+from shardwise.core.unit import Unit, find_units
+from shardwise.runtime.attach import attach, check_devices
+from shardwise.runtime.engine import Engine, Setup
+from shardwise.runtime.flat import state_of
+from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_parameters
+from shardwise.runtime.registry import find_engine
+from shardwise.wire.comm import Lanes, gather_bytes
+from shardwise.wire.local_comm import solo_lanes
+from shardwise.wire.torch_comm import torch_lanes
+
+
+class PrecisionPolicy(Protocol):
+    """The fields of FSDP2's ``MixedPrecisionPolicy``."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    cast_forward_inputs: bool
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What ``shard`` returns: how a model is trained, for people and tools to look at."""
+
+    engine: Engine
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, with all that was chosen by itself."""
+        return self.engine.plan
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Parameters that travel together."""
+        return self.engine.units
+
+    @property
+    def trace(self) -> Trace:
+        """The order of moments of one step."""
+        return self.engine.trace_of()
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is done at each moment; print it to see one step."""
+        return self.engine.schedule_of()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes held on this rank."""
+        return self.engine.ledger
+
+
+def shard(  # noqa: PLR0913
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    stage: int | None = None,
+    plan: Plan | None = None,
+    mesh: Any = None,
+    mp_policy: PrecisionPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    units: Sequence[type[nn.Module] | str] | None = None,
+    lanes: Lanes | None = None,
+    **changes: Any,
+) -> Sharded:
+    """Shard a model and its optimizer in place, over all ranks of the process group. All ranks call it alike.
+
+    Args:
+        model: Any module, on one device.
+        optimizer: Its optimizer, or several; one that is made later over ``model.parameters()`` needs no further call.
+        stage: ZeRO stage 0 to 3.
+        plan: A whole plan, instead of or together with single fields.
+        mesh: A 1-D ``DeviceMesh`` whose ranks share the model; all ranks, if None.
+        mp_policy: FSDP2's ``MixedPrecisionPolicy``.
+        ignored_params: Parameters that stay plain and are not synchronised.
+        units: Module classes or names to make units of; found by themselves, if None.
+        lanes: Collectives to use instead of those of ``torch.distributed``, for tests.
+        changes: Further fields of the plan, such as ``prefetch=2`` or ``nonfinite="raise"``.
+
+    Returns:
+        A handle with the plan, units, trace, schedule and ledger.
+
+    Raises:
+        PlanError: The plan contradicts itself, the optimizer or the ranks.
+        UsageError: The model is sharded already, or the optimizer is another model's.
+
+    >>> import torch, shardwise
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> shardwise.shard(model, optimizer, stage=3).plan.stage
+    3
+    """
+    optimizers = _as_list(optimizer)
+    _check_model(model)
+    ignored = set(ignored_params)
+    _check_optimizers(model, optimizers)
+    plan = _make_plan(plan, stage, mp_policy, changes)
+    found = find_units(model, ignored=ignored, units=units if units is not None else plan.units)
+    if not found:
+        raise UsageError("The model has no parameters to shard.")
+    if units is not None:
+        plan = plan.replace(units=tuple(unit.name for unit in found if unit.name))
+    device = check_devices(model, found)
+    lanes = lanes or _find_lanes(mesh, device, plan)
+    plan.fit(lanes.size)
+    layout = _choose_layout(plan, optimizers)
+    for each in optimizers:
+        check_optimizer(each, plan, layout)
+    tree = plan.tree if plan.tree is not None else host_tree(lanes.hosts)
+    plan = plan.replace(tree=tree)
+    _compare_ranks(model, found, plan, lanes)
+    engine = attach(model, found, Setup(plan, lanes, tree, layout))
+    for each in optimizers:
+        adopt(each)
+    return Sharded(engine)
+
+
+def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise UsageTypeError(f"optimizer must be a torch.optim.Optimizer or a list of them but is a {type(each).__name__}.")
+    return optimizers
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageTypeError(f"model must be an nn.Module but is a {type(model).__name__}.")
+    engine = find_engine(model)
+    if engine is not None or any(state_of(param) is not None for param in model.parameters()):
+        raise UsageError("The model, or a part of it, is sharded already. Call shardwise.unshard(model) first to change the plan.")
+    lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
+    if lazy:
+        raise UsageError(f"Parameter '{lazy[0]}' has no shape yet. Run one batch through the model before shardwise.shard.")
+
+
+def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    own = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        if held and not any(id(param) in own for param in held):
+            raise UsageError(
+                f"The {type(optimizer).__name__} holds {len(held)} parameters, but none of this model's. Build it over "
+                "model.parameters(), after the model has its final dtype and device."
+            )
+
+
+def _make_plan(plan: Plan | None, stage: int | None, policy: PrecisionPolicy | None, changes: dict[str, Any]) -> Plan:
+    fields = dict(changes)
+    if stage is not None:
+        fields["stage"] = stage
+    if policy is not None:
+        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(policy, key)
+            fields[key] = None if dtype is None else str(dtype).removeprefix("torch.")
+        fields["cast_forward_inputs"] = policy.cast_forward_inputs
+    for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if isinstance(fields.get(key), torch.dtype):
+            fields[key] = str(fields[key]).removeprefix("torch.")
+    return (plan or Plan()).replace(**fields)
+
+
+def _find_lanes(mesh: Any, device: torch.device, plan: Plan) -> Lanes:
+    if mesh is not None and mesh.ndim != 1:
+        raise PlanError(f"mesh must be one-dimensional but has {mesh.ndim} dimensions: {mesh}. Pass mesh['name'] for one of them.")
+    if mesh is None and (not dist.is_available() or not dist.is_initialized()):
+        return solo_lanes()
+    group = None if mesh is None else mesh.get_group()
+    if dist.get_world_size(group) == 1:
+        return solo_lanes()
+    return torch_lanes(group, device, plan.deadline)
+
+
+def _choose_layout(plan: Plan, optimizers: Sequence[Optimizer]) -> str:
+    if plan.layout != "auto":
+        return plan.layout
+    if any(needs_whole_parameters(optimizer) for optimizer in optimizers):
+        return "whole"
+    return "weighted" if plan.weights is not None else "even"
+
+
+def _compare_ranks(model: nn.Module, units: Sequence[Unit], plan: Plan, lanes: Lanes) -> None:
+    """Refuse to start if ranks have different plans or models: name the first rank and the first difference."""
+    if lanes.size == 1:
+        return
+    facts = [f"{key} = {value!r}" for key, value in plan.to_dict().items()]
+    for unit in units:
+        for param in unit.params:
+            kind = "trained" if param.trainable else "frozen"
+            facts.append(f"parameter {'/'.join(param.names)}: shape {param.shape}, {param.dtype}, {kind}, unit '{unit.label}'")
+    texts = gather_bytes(lanes.gather, json.dumps(facts).encode(), label="plans and models")
+    theirs = [json.loads(text) for text in texts]
+    for rank, other in enumerate(theirs):
+        if other != theirs[0]:
+            place = next((at for at, (a, b) in enumerate(zip(theirs[0], other, strict=False)) if a != b), None)
+            place = min(len(theirs[0]), len(other)) if place is None else place
+            first, second = (facts[place] if place < len(facts) else "nothing more" for facts in (theirs[0], other))
+            raise UsageError(
+                f"Ranks disagree, so nothing was sharded: rank 0 has '{first}', rank {rank} has '{second}'. "
+                "Build the same model with the same plan on every rank."
+            )

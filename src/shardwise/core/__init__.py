@@ -1,0 +1,1 @@
+"""Pure nouns of the design: no process groups, no devices, no clocks."""

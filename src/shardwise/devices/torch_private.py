@@ -1,0 +1,87 @@
+"""Every private name of torch that Shardwise calls, in one place, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_map_only
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def default_store() -> dist.Store:
+    """The store behind the default process group: survivors of a failure talk through it."""
+    return distributed_c10d._get_default_store()
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
+    """How long the collectives of a group may take."""
+    group = group or distributed_c10d._get_default_group()
+    backend = group._get_backend(torch.device("cpu")) if dist.get_backend(group) == "gloo" else None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
+
+
+def graph_task() -> int:
+    """Number of the backward pass that this thread is in, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back when the current backward pass has ended."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
+    """The innermost saved-tensor hooks in force. Only these are called: ours must call those that they cover."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined,no-any-return]
+
+
+def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
+    """Put saved-tensor hooks on top. They cannot be a context manager: forward hooks of modules open and close them."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost saved-tensor hooks off."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether hooks may be pushed now (torch.func transforms forbid it)."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined,no-any-return]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the memory under a tensor; data_ptr is 0 for fake tensors."""
+    return tensor.untyped_storage()._cdata
+
+
+def wrapper(
+    cls: type, like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
+) -> Any:
+    """A tensor of a subclass that has a form but no memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=requires_grad
+    )
+
+
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""For subclasses that answer to dispatch only."""
+
+
+def map_tensors(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to all leaves of one type in nested lists, tuples and dicts."""
+    return tree_map_only(kind, function, tree)
+
+
+def without_torch_function() -> Any:
+    """Context in which subclasses' ``__torch_function__`` is not consulted."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -1,0 +1,124 @@
+"""Turns a plain model into a sharded one, in place: flat buffers, stand-ins, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import UsageError
+from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.plan import StateKind
+from shardwise.core.unit import FlatSpec, Unit
+from shardwise.runtime.engine import Engine, Setup
+from shardwise.runtime.executor import UnitState
+from shardwise.runtime.flat import PARAM_STATES, FlatState, ParamState, Precision
+from shardwise.runtime.grads import make_live
+from shardwise.runtime.hooks import attach_hooks
+from shardwise.runtime.parameter import Face
+from shardwise.runtime.registry import register
+
+
+def attach(model: nn.Module, units: Sequence[Unit], setup: Setup) -> Engine:
+    """Shard a model in place. Everything was checked before: from here on nothing is refused."""
+    ledger = Ledger()
+    states = []
+    for unit in units:
+        # Flat by flat, so that at most one full buffer stands beside the model while it is taken apart.
+        states.append(UnitState(unit, [_make_flat(model, flat, setup, ledger) for flat in unit.flats]))
+    engine = Engine(model, states, setup, ledger)
+    for unit_state in states:
+        for flat_state in unit_state.flats:
+            _adopt_params(model, flat_state, engine)
+    for name, module in engine.modules.items():
+        if any(_contains(name, unit.name) for unit in units):
+            engine.handles.extend(attach_hooks(engine, name, module))
+    register(engine)
+    return engine
+
+
+def _contains(module: str, unit: str) -> bool:
+    return module in ("", unit) or unit.startswith(f"{module}.")
+
+
+def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger) -> FlatState:
+    plan, lanes = setup.plan, setup.lanes
+    precision = Precision.of(spec.dtype, plan)
+    layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
+    whole = _pack(model, spec, layout.numel)
+    if plan.initial == "rank0" and lanes.size > 1:
+        lanes.gather.broadcast(whole, 0, label=f"initial values of {spec.name}").wait()
+    bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
+    is_aliased = StateKind.PARAM not in plan.sharded and precision.compute == precision.master
+    owned = whole[slice(*bounds)]
+    if is_aliased:
+        full, master = whole, owned
+    else:
+        full = None if StateKind.PARAM in plan.sharded else whole.to(precision.compute)
+        master = owned.clone() if owned.numel() < whole.numel() else whole
+    kind = Kind.PARAM if precision.compute == precision.master else Kind.MASTER
+    ledger.add(kind, master.numel() * master.element_size())
+    if full is not None:
+        resident = full.numel() * full.element_size()
+        ledger.add(Kind.PARAM, resident - (master.numel() * master.element_size() if is_aliased else 0))
+    is_owned_whole = StateKind.OPTIM not in plan.sharded or lanes.size == 1
+    state = FlatState(spec, layout, precision, bounds, master, full, is_aliased, is_owned_whole)
+    _detach_originals(model, state)
+    return state
+
+
+def _pack(model: nn.Module, spec: FlatSpec, numel: int) -> torch.Tensor:
+    """Copy parameters into one buffer."""
+    first = model.get_parameter(spec.params[0].name)
+    whole = torch.zeros(numel, dtype=spec.dtype, device=first.device)
+    with torch.no_grad():
+        for param in spec.params:
+            param.view(whole).copy_(model.get_parameter(param.name))
+    return whole
+
+
+def _detach_originals(model: nn.Module, state: FlatState) -> None:
+    """Point the users' parameters away from their own memory at once, so that it is freed."""
+    placeholder = state.full if state.full is not None else state.master.new_zeros((), dtype=state.precision.compute)
+    for spec in state.spec.params:
+        param = model.get_parameter(spec.name)
+        param.data = spec.view(placeholder) if state.full is not None else placeholder.expand(spec.shape)
+
+
+def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
+    """Make the states of a buffer's parameters, and put stand-ins into the modules where values are elsewhere."""
+    pieces = flat.spec.segments(flat.bounds)
+    for index, piece in enumerate(pieces):
+        spec = piece.param
+        compute = model.get_parameter(spec.name)
+        is_float = spec.dtype.is_floating_point or spec.dtype.is_complex
+        segment = nn.Parameter(flat.segment_view(piece), requires_grad=is_float)
+        state = ParamState(spec, index, flat, engine, compute, list(_places(model, spec.names)), piece, segment)
+        flat.params.append(state)
+        PARAM_STATES[compute] = state
+        PARAM_STATES[segment] = state
+        if flat.has_face(engine.plan):
+            state.face = Face(state)
+            PARAM_STATES[state.face] = state
+            state.show(state.face)
+        else:
+            make_live(compute)
+        compute.grad = None
+    if flat.full is None:
+        flat.point_away()
+
+
+def _places(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        yield model.get_submodule(path), attribute
+
+
+def check_devices(model: nn.Module, units: Sequence[Unit]) -> torch.device:
+    """The one device of all sharded parameters."""
+    devices = {model.get_parameter(param.name).device: param.name for unit in units for param in unit.params}
+    if len(devices) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise UsageError(f"All sharded parameters must be on one device, but found {places}. Move the model, or ignore some.")
+    return next(iter(devices), torch.device("cpu"))

@@ -1,0 +1,168 @@
+"""The step's digest: one small exchange from which every rank draws the same norms and the same verdict on inf and nan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.core.layout import ALIGNMENT, align
+from shardwise.runtime import exact
+from shardwise.runtime.executor import Executor
+from shardwise.runtime.flat import FlatState, ParamState
+from shardwise.runtime.grads import GradFace
+from shardwise.wire.comm import Comm
+
+
+_NUM_COUNTS = 3
+"""Counts behind the windows of a sum: non-finite values, NaN, and blocks that overflow."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all ranks know of one reduced gradient."""
+
+    power_sum: float
+    num_nonfinite: int
+    num_nan: int
+
+    def norm(self, power: float) -> float:
+        """The norm that belongs to the sum of powers."""
+        if self.num_nan:
+            return math.nan
+        if self.num_nonfinite or math.isinf(self.power_sum):
+            return math.inf
+        return math.sqrt(self.power_sum) if power == 2.0 else self.power_sum ** (1.0 / power)
+
+
+@dataclass
+class Digest:
+    """Summaries by parameter and power, valid until gradients change."""
+
+    by_power: dict[float, dict[int, Summary]] = field(default_factory=dict)
+    is_stale: bool = False
+
+
+def live_flats(executor: Executor) -> list[FlatState]:
+    """Buffers with reduced gradients, in the order of the units: the same on all ranks."""
+    flats = [flat for unit in executor.units.values() for flat in unit.flats]
+    return [flat for flat in flats if any(_reduced(state) is not None for state in flat.params)]
+
+
+def _reduced(state: ParamState) -> torch.Tensor | None:
+    held = state.segment.grad
+    return held.reduced if isinstance(held, GradFace) else None
+
+
+def summarize(executor: Executor, power: float) -> dict[int, Summary]:
+    """Summaries of all reduced gradients, by the identity of the parameter's state. A collective."""
+    comm = executor.lanes.gather
+    flats = live_flats(executor)
+    sizes = [sum(_num_integers(flat, rank) for flat in flats) for rank in range(comm.size)]
+    cuts = [0, *(sum(sizes[: rank + 1]) for rank in range(comm.size))]
+    mine = [_local_rows(flat, comm.rank, power) for flat in flats]
+    buffer = torch.zeros(cuts[-1], dtype=torch.int64)
+    if mine:
+        buffer[cuts[comm.rank] : cuts[comm.rank + 1]] = torch.cat([rows.flatten().cpu() for rows in mine])
+    if comm.size > 1 and cuts[-1]:
+        buffer = _gather_integers(buffer, cuts, comm, executor, flats)
+    return _combine(flats, buffer.tolist(), cuts, comm)
+
+
+def _gather_integers(
+    buffer: torch.Tensor, cuts: Sequence[int], comm: Comm, executor: Executor, flats: Sequence[FlatState]
+) -> torch.Tensor:
+    on_device = buffer.to(flats[0].master.device)
+    executor.gather_log.add("digest")
+    handle = comm.all_gather(on_device, cuts, label="the digest of gradients")
+    executor.wait(handle, "digest", "")
+    return on_device.cpu()
+
+
+def _segments_on(flat: FlatState, rank: int) -> list[tuple[int, int, int]]:
+    """Parameters of which a rank owns a part: index, first element, one past the last."""
+    pieces = flat.spec.segments(flat.layout.bounds(rank))
+    return [(index, piece.start, piece.stop) for index, piece in enumerate(pieces) if piece.numel]
+
+
+def _num_integers(flat: FlatState, rank: int) -> int:
+    return len(_segments_on(flat, rank)) * (exact.num_windows(flat.precision.reduce) + _NUM_COUNTS)
+
+
+def _local_rows(flat: FlatState, rank: int, power: float) -> torch.Tensor:
+    """A row for each parameter with a part on this rank: windows of the sum, then counts."""
+    segments = _segments_on(flat, rank)
+    width = exact.num_windows(flat.precision.reduce) + _NUM_COUNTS
+    if not segments:
+        return torch.zeros((0, width), dtype=torch.int64)
+    low = segments[0][1]
+    values = _owned_values(flat, low, align(segments[-1][2] - low) + low)
+    counts = torch.tensor([align(stop - start) // ALIGNMENT for _, start, stop in segments], device=values.device)
+    keys = torch.repeat_interleave(torch.arange(len(segments), device=values.device), counts)
+    sums = exact.block_sums(values, power)
+    finite = torch.isfinite(sums)
+    rows = torch.zeros((len(segments), width), dtype=torch.int64, device=values.device)
+    if not bool(finite.all()):
+        bad = values.view(-1, ALIGNMENT)[~finite]
+        per_block = torch.stack([(~torch.isfinite(bad)).sum(1), torch.isnan(bad).sum(1)], 1)
+        # The third count is of blocks that overflow though their values are finite: the norm is infinite, as torch's would be.
+        per_block = torch.cat([per_block, (per_block[:, :1] == 0).to(torch.int64)], 1)
+        rows[:, -_NUM_COUNTS:].index_add_(0, keys[~finite], per_block)
+        sums, keys = sums[finite], keys[finite]
+    rows[:, :-_NUM_COUNTS] = exact.to_windows(sums, keys, len(segments))
+    return rows
+
+
+def _owned_values(flat: FlatState, low: int, high: int) -> torch.Tensor:
+    """Reduced gradients from ``low`` to ``high``, zero where a parameter has none."""
+    held = [state.segment.grad for state in flat.params]
+    buffers = {id(face.buffer): face.buffer for face in held if isinstance(face, GradFace)}
+    if len(buffers) == 1 and all(isinstance(face, GradFace) for face in held):
+        (buffer,) = buffers.values()
+        if buffer is not None:
+            return buffer.values[low - buffer.start : high - buffer.start]
+    values = flat.master.new_zeros(high - low, dtype=flat.precision.reduce)
+    for state, face in zip(flat.params, held, strict=True):
+        if isinstance(face, GradFace) and face.buffer is not None:
+            start, stop = max(low, state.spec.offset), min(high, state.spec.stop)
+            if start < stop:
+                values[start - low : stop - low] = face.buffer.values[start - face.buffer.start : stop - face.buffer.start]
+    return values
+
+
+def _combine(flats: Sequence[FlatState], integers: list[int], cuts: Sequence[int], comm: Comm) -> dict[int, Summary]:
+    rows: dict[int, list[list[int]]] = {}
+    for rank in range(comm.size):
+        at = cuts[rank]
+        for flat in flats:
+            width = exact.num_windows(flat.precision.reduce) + _NUM_COUNTS
+            for index, _, _ in _segments_on(flat, rank):
+                rows.setdefault(id(flat.params[index]), []).append(integers[at : at + width])
+                at += width
+    summaries = {}
+    for flat in flats:
+        for state in flat.params:
+            found = rows.get(id(state), [])
+            nonfinite, nan, overflow = (sum(row[-_NUM_COUNTS + count] for row in found) for count in range(_NUM_COUNTS))
+            windows = [row[:-_NUM_COUNTS] for row in found]
+            total = math.inf if overflow else exact.from_windows(windows, flat.precision.reduce)
+            summaries[id(state)] = Summary(total, nonfinite, nan)
+    return summaries
+
+
+def largest(executor: Executor) -> dict[int, float]:
+    """The largest absolute value of each reduced gradient. A collective."""
+    comm = executor.lanes.gather
+    states = [state for flat in live_flats(executor) for state in flat.params]
+    mine = torch.zeros(len(states), dtype=torch.float64)
+    for position, state in enumerate(states):
+        reduced = _reduced(state)
+        if reduced is not None and reduced.numel():
+            mine[position] = reduced.abs().max().to(torch.float64)
+    executor.gather_log.add("largest")
+    handle = comm.gather_small(mine, label="the largest gradients")
+    executor.wait(handle, "digest", "")
+    rows = mine[None] if handle.result is None else handle.result.cpu()
+    return {id(state): float(value) for state, value in zip(states, rows.max(dim=0).values, strict=True)}

@@ -1,0 +1,370 @@
+"""One model on one rank: puts the parts of the runtime together, and keeps the ranks in agreement."""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import DesyncError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.plan import Plan, StateKind
+from shardwise.core.schedule import Schedule, build_schedule
+from shardwise.core.trace import Point, Trace, assumed_trace
+from shardwise.core.tree import Tree
+from shardwise.core.unit import ROOT, Unit
+from shardwise.devices import torch_private
+from shardwise.runtime import digest
+from shardwise.runtime.backward import Backward
+from shardwise.runtime.executor import Executor, UnitState
+from shardwise.runtime.flat import ParamState
+from shardwise.runtime.forward import Forward
+from shardwise.runtime.parameter import not_gathered
+from shardwise.runtime.reducer import Reducer
+from shardwise.wire.comm import Lanes, gather_bytes
+
+_log = logging.getLogger("shardwise")
+NONFINITE_LIMIT = 10
+"""Steps in a row that may be skipped because of inf or nan before training is stopped."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is built from: the plan, the ranks, and what the plan left to be chosen."""
+
+    plan: Plan
+    lanes: Lanes
+    tree: Tree
+    layout_kind: str
+
+
+class Engine:
+    """The runtime of one sharded model on one rank."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitState], setup: Setup, ledger: Ledger) -> None:
+        plan, lanes = setup.plan, setup.lanes
+        self.model = model
+        self.layout_kind = setup.layout_kind
+        self.plan = plan
+        self.lanes = lanes
+        self.ledger = ledger
+        self.modules = dict(model.named_modules())
+        self.executor = Executor(units, plan, lanes, ledger)
+        trained = [unit.unit.name for unit in units if unit.unit.is_trained]
+        self.reducer = Reducer(self.executor, setup.tree, trained[::-1])
+        self.forward = Forward(self)
+        self.backward = Backward(self)
+        self.digest = digest.Digest()
+        self.weight = 1.0 / lanes.size
+        self.is_synced = True
+        self.num_nonfinite_steps = 0
+        self.handles: list[Any] = []
+        self.opened_by_user: dict[int, nn.Parameter] = {}
+        self._num_skipped_in_a_row = 0
+        self._nonfinite: dict[int, bool] = {}
+        self._hooked: set[int] = set()
+        self._pinned: set[str] = set()
+        self._also_opened: dict[str, list[str]] = {}
+        self._traces: dict[str, Trace] = {}
+        self._schedules: dict[str, Schedule] = {}
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units, in the order of their definition."""
+        return tuple(state.unit for state in self.executor.units.values())
+
+    @property
+    def params(self) -> list[ParamState]:
+        """All parameters, unit by unit."""
+        return [param for unit in self.executor.units.values() for flat in unit.flats for param in flat.params]
+
+    # What happens at each moment
+
+    def trace_of(self, entry: str = ROOT) -> Trace:
+        """The order of moments of a step that enters the model at a module."""
+        if entry not in self._traces:
+            self._traces[entry] = assumed_trace(self.modules[entry], entry, [unit.name for unit in self.units])
+        return self._traces[entry]
+
+    def schedule_of(self, entry: str = ROOT) -> Schedule:
+        """What a step does that enters the model at a module."""
+        if entry not in self._schedules:
+            self._schedules[entry] = build_schedule(self.units, self.plan, self.trace_of(entry))
+        return self._schedules[entry]
+
+    def use_trace(self, entry: str, trace: Trace) -> None:
+        """Take another order of moments for an entry; all ranks do so together."""
+        self._traces[entry] = trace
+        self._schedules.pop(entry, None)
+
+    def opened_at(self, module: str) -> list[str]:
+        """Units that are gathered around the calls of a module."""
+        own = [module] if module in self.executor.units else []
+        return own + self._also_opened.get(module, [])
+
+    def open_also_at(self, module: str, unit: str) -> None:
+        """Gather a unit around the calls of a module that reads its weights."""
+        opened = self._also_opened.setdefault(module, [])
+        if unit != module and unit not in opened:
+            opened.append(unit)
+
+    def begin_entry(self, module: nn.Module) -> None:
+        """A call from outside begins."""
+        if self.backward.is_running and torch_private.graph_task() == -1:
+            self.recover()
+        self._hook_params()
+        if self.plan.buffers != "local" and self.lanes.size > 1 and module.training and torch.is_grad_enabled():
+            self._sync_buffers(module)
+
+    def _hook_params(self) -> None:
+        for state in self.params:
+            if state.resting.requires_grad and id(state) not in self._hooked:
+                self._hooked.add(id(state))
+                state.compute.requires_grad_(True)
+                self.handles.append(state.compute.register_post_accumulate_grad_hook(_TakeGrad(self, state)))
+
+    def _sync_buffers(self, module: nn.Module) -> None:
+        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in buffers:
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for dtype, group in by_dtype.items():
+            packed = torch.cat([buffer.detach().flatten() for buffer in group])
+            self.executor.gather_log.add("buffers")
+            if self.plan.buffers == "broadcast" or not dtype.is_floating_point:
+                handle = self.lanes.gather.broadcast(packed, 0, label="module buffers")
+                self.executor.wait(handle, "buffers", "")
+            else:
+                handle = self.lanes.gather.gather_small(packed, label="module buffers")
+                self.executor.wait(handle, "buffers", "")
+                packed = packed if handle.result is None else handle.result.to(torch.float64).mean(0).to(dtype)
+            with torch.no_grad():
+                for buffer, values in zip(group, packed.split([buffer.numel() for buffer in group]), strict=True):
+                    buffer.copy_(values.view(buffer.shape))
+
+    def pin(self, unit: str) -> None:
+        """Keep a unit gathered until the step has ended."""
+        if unit not in self._pinned:
+            self._pinned.add(unit)
+            self.executor.acquire(unit)
+
+    def recover(self) -> None:
+        """After an exception in mid-step: bring everything to rest, and drop what was half done."""
+        self.forward.reset()
+        self.backward.abandon()
+        self.reducer.abandon()
+        self._pinned.clear()
+        self.executor.reset()
+        if StateKind.PARAM not in self.plan.sharded:
+            return
+        self.executor.pool.trim()
+
+    # What stand-ins ask
+
+    def read(self, state: ParamState) -> torch.Tensor:
+        """The values of a parameter: gathered on demand inside a call, else only where no collective is needed."""
+        unit = self.executor.units[state.flat.spec.unit]
+        if self.forward.is_open:
+            if unit.num_leases == 0:
+                self.forward.read_on_demand(unit.unit.name)
+            return state.compute
+        if torch_private.graph_task() != -1:
+            if unit.num_leases == 0:
+                self.backward.open((unit.unit.name,))
+            return state.compute
+        if id(state) in self.opened_by_user:
+            return self.opened_by_user[id(state)]
+        if state.flat.is_owned_whole:
+            return state.spec.view(state.flat.master)
+        raise not_gathered(state)
+
+    def write(self, state: ParamState, values: torch.Tensor) -> None:
+        """Overwrite a parameter; each rank keeps its own part, so that no collective is needed."""
+        if tuple(values.shape) != state.spec.shape:
+            raise UsageError(f"'{state.spec.name}' has shape {state.spec.shape} but got values of {tuple(values.shape)}.")
+        with torch.no_grad():
+            if state.piece.numel:
+                target = state.flat.segment_view(state.piece)
+                target.copy_(slice_of(values, state, target))
+            if state.flat.full is not None:
+                state.spec.view(state.flat.full).copy_(values)
+
+    def grad_norm(self, state: ParamState, power: float) -> torch.Tensor:
+        """The norm of one reduced gradient over all ranks; from the last digest, or a new one if gradients have changed."""
+        if self.digest.is_stale:
+            self.digest = digest.Digest()
+        if power not in self.digest.by_power:
+            if math.isinf(power):
+                found = digest.largest(self.executor)
+                summaries = {key: digest.Summary(value, 0, 0) for key, value in found.items()}
+            else:
+                summaries = digest.summarize(self.executor, power)
+            self.digest.by_power[power] = summaries
+        summary = self.digest.by_power[power].get(id(state), digest.Summary(0.0, 0, 0))
+        norm = summary.power_sum if math.isinf(power) else summary.norm(power)
+        return torch.tensor(norm, dtype=state.spec.dtype.to_real(), device=state.flat.master.device)
+
+    def grads_changed(self) -> None:
+        """Norms must be computed anew when they are asked for."""
+        self.digest.is_stale = True
+
+    def has_nonfinite(self, state: ParamState) -> bool:
+        """Whether the last backward brought inf or nan for a parameter, on any rank."""
+        return self._nonfinite.get(id(state), False)
+
+    # Where ranks come to agree
+
+    def synchronize(self) -> None:
+        """Reduce what backward passes have accumulated, on all ranks alike, and draw up the digest."""
+        used, counts, same_trace = self._compare_use()
+        for name in list(self.reducer.order):
+            while self.reducer.num_issued.get(name, 0) < counts.get(name, 0):
+                self.reducer.issue(name)
+        self.reducer.complete_all()
+        partly = [(state, ranks) for state, ranks in used if 0 < len(ranks) < self.lanes.size]
+        if partly and self.plan.unused == "raise":
+            self.reducer.abandon()
+            self._raise_unused(*partly[0])
+        used_somewhere = {id(state) for state, ranks in used if ranks}
+        self.reducer.install(lambda state: id(state) in used_somewhere)
+        self._compare_order()
+        self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0)})
+        self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
+        if same_trace:
+            self._adopt_trace()
+        self.executor.gather_log.reset()
+        self.executor.reduce_log.reset()
+
+    def _compare_use(self) -> tuple[list[tuple[ParamState, list[int]]], dict[str, int], bool]:
+        """Which ranks used which parameters, how often each unit must be reduced, and whether all saw the same moments."""
+        reducer, params = self.reducer, self.params
+        for name in self.executor.units:
+            if name not in reducer.order and reducer.has_pending(name):
+                reducer.set_order([*reducer.order, name])
+        pending = [state.index in state.flat.filled or id(state) in reducer.sent for state in params]
+        names = list(self.executor.units)
+        goals = [reducer.num_issued.get(name, 0) + reducer.has_pending(name) for name in names]
+        moments = repr((self.forward.last_entry, self.forward.recorded.get(self.forward.last_entry), self.backward.moments))
+        trace_hash = zlib.crc32(moments.encode())
+        mine = torch.tensor([*pending, *goals, *trace_hash.to_bytes(4, "little")], dtype=torch.uint8)
+        self.executor.gather_log.add("use")
+        handle = self.lanes.gather.gather_small(mine, label="the use of parameters")
+        self.executor.wait(handle, "use", "")
+        rows = mine[None].tolist() if handle.result is None else handle.result.tolist()
+        used = [(state, [rank for rank, row in enumerate(rows) if row[at]]) for at, state in enumerate(params)]
+        at = len(params)
+        counts = {name: max(row[at + place] for row in rows) for place, name in enumerate(names)}
+        for name, count in counts.items():
+            if count and name not in reducer.order:
+                reducer.set_order([*reducer.order, name])
+        return used, counts, len({tuple(row[-4:]) for row in rows}) == 1
+
+    def _raise_unused(self, state: ParamState, ranks: Sequence[int]) -> None:
+        missing = [rank for rank in range(self.lanes.size) if rank not in ranks]
+        raise UsageError(
+            f"Parameter '{state.spec.name}' got a gradient on ranks {list(ranks)} but not on ranks {missing}. Use it on every rank, "
+            "or pass Plan(unused='zero') to count the missing gradients as zero. Gradients of this step were dropped."
+        )
+
+    def _compare_order(self) -> None:
+        """Refuse to go on if ranks ran their collectives in different orders: with equal sizes, numbers would be swapped."""
+        if self.lanes.size == 1:
+            return
+        logs = (self.executor.gather_log, self.executor.reduce_log)
+        mine = torch.tensor([log.hash for log in logs])
+        handle = self.lanes.gather.gather_small(mine, label="the order of collectives")
+        self.executor.wait(handle, "use", "")
+        if handle.result is None or bool((handle.result == handle.result[0]).all()):
+            return
+        payload = "\n".join(op for log in logs for op in log.latest).encode()
+        logs_of = [text.decode().split("\n") for text in gather_bytes(self.lanes.gather, payload, label="the order of collectives")]
+        self.reducer.abandon()
+        for log in logs:
+            log.reset()
+        raise DesyncError(_first_difference(logs_of))
+
+    def _adopt_trace(self) -> None:
+        """All ranks saw the same moments: take them as the order of the next steps."""
+        entry = self.forward.last_entry
+        forward = self.forward.recorded.get(entry, ())
+        if self.plan.unused == "zero" and {m.unit for m in forward} != {m.unit for m in self.trace_of(entry).forward}:
+            return
+        trace = Trace(forward, self.backward.moments, "recorded")
+        if trace != self.trace_of(entry):
+            self.use_trace(entry, trace)
+        self.reducer.set_order(trace.visits(Point.POST_BACKWARD))
+
+    # Updates
+
+    def before_update(self) -> bool:
+        """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
+        if self.opened_by_user:
+            raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
+        if self.backward.is_running:
+            self.recover()
+        if any(self.reducer.has_pending(name) for name in self.executor.units):
+            self.reducer.forget_cleared()
+            self.synchronize()
+        bad = [state.spec.name for state in self.params if self.has_nonfinite(state) and state.segment.grad is not None]
+        if not bad or self.plan.nonfinite == "keep":
+            self._num_skipped_in_a_row = 0
+            return True
+        found = f"The gradient of '{bad[0]}' and of {len(bad) - 1} more holds inf or nan"
+        if self.plan.nonfinite == "raise":
+            raise NonFiniteError(f"{found}. No state was changed. Lower the learning rate, clip, or look at this batch.")
+        self.num_nonfinite_steps += 1
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row >= NONFINITE_LIMIT:
+            raise NonFiniteError(f"{found}, for the {self._num_skipped_in_a_row}th step in a row. Training has diverged.")
+        if self.lanes.rank == 0:
+            _log.warning("%s: step skipped on all ranks (%d so far).", found, self.num_nonfinite_steps)
+        return False
+
+    def after_update(self, updated: Iterable[str], optim_bytes: int) -> None:
+        """Values have changed: refresh what is resident, and end the step."""
+        for unit in self._pinned:
+            self.executor.release(unit)
+        self._pinned.clear()
+        self.executor.refresh(updated)
+        self.executor.pool.trim()
+        self.ledger.set(Kind.OPTIM, optim_bytes)
+
+
+class _TakeGrad:
+    """A hook on a user's parameter."""
+
+    def __init__(self, engine: Engine, state: ParamState) -> None:
+        self._engine = engine
+        self._state = state
+
+    def __call__(self, param: torch.Tensor) -> None:
+        self._engine.backward.take_grad(self._state)
+
+
+def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> torch.Tensor:
+    """This rank's part of full values, in the form of the segment."""
+    if state.piece.is_whole:
+        return values
+    ordered = torch.empty_strided(state.spec.shape, state.spec.stride, dtype=values.dtype, device=values.device)
+    ordered.copy_(values)
+    line = ordered.as_strided((state.spec.numel,), (1,))
+    return line[state.piece.start - state.spec.offset : state.piece.stop - state.spec.offset].view_as(target)
+
+
+def _first_difference(logs: Sequence[Sequence[str]]) -> str:
+    for place in range(max(len(log) for log in logs)):
+        ops = [log[place] if place < len(log) else "nothing more" for log in logs]
+        for rank, op in enumerate(ops):
+            if op != ops[0]:
+                return (
+                    f"Ranks ran their collectives in different orders: at number {place} of this step rank 0 did '{ops[0]}' but "
+                    f"rank {rank} did '{op}'. Values may have been swapped, so no update was made. Run the same modules in the "
+                    "same order on every rank."
+                )
+    raise ShardwiseError("The hashes of the ranks' collectives differ but their logs agree.")

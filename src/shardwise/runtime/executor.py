@@ -1,0 +1,220 @@
+"""Executes gathers and releases: which units are resident, for whom, in which buffers. The only place that records events."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.events import Event, Totals
+from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.plan import Plan, StateKind
+from shardwise.core.schedule import Entry, Verb
+from shardwise.core.unit import Unit
+from shardwise.devices import torch_private
+from shardwise.devices.pool import Pool
+from shardwise.runtime.flat import FlatState
+from shardwise.wire.comm import Handle, Lanes
+
+_LOG_LIMIT = 4096
+
+
+class Residency(Enum):
+    """Where the full parameters of a unit are. RELEASED -> GATHERING -> GATHERED -> RELEASED."""
+
+    RELEASED = "released"
+    GATHERING = "being gathered"
+    GATHERED = "gathered"
+
+
+@dataclass(eq=False)
+class UnitState:
+    """One unit on one rank. It stays gathered while anyone holds a lease."""
+
+    unit: Unit
+    flats: list[FlatState]
+    residency: Residency = Residency.RELEASED
+    num_leases: int = 0
+    handles: list[Handle] = field(default_factory=list)
+
+    def move(self, expected: Residency, to: Residency) -> None:
+        """Change residency, from the state it must be in."""
+        if self.residency is not expected:
+            raise ShardwiseError(f"Unit '{self.unit.label}' should be {expected.value} but is {self.residency.value}.")
+        self.residency = to
+
+
+class OpLog:
+    """A rolling hash of the collectives of one lane, and the latest of them, to compare between ranks."""
+
+    def __init__(self) -> None:
+        self.hash = 0
+        self.latest: deque[str] = deque(maxlen=_LOG_LIMIT)
+
+    def add(self, op: str) -> None:
+        """Note one collective."""
+        self.hash = zlib.crc32(op.encode(), self.hash)
+        self.latest.append(op)
+
+    def reset(self) -> None:
+        """Begin anew, when all ranks have agreed."""
+        self.hash = 0
+        self.latest.clear()
+
+
+class Executor:
+    """Gathers and releases units of one model on one rank."""
+
+    def __init__(self, units: Iterable[UnitState], plan: Plan, lanes: Lanes, ledger: Ledger) -> None:
+        self.units = {state.unit.name: state for state in units}
+        self.plan = plan
+        self.lanes = lanes
+        self.ledger = ledger
+        self.pool = Pool(ledger)
+        self.totals = Totals()
+        self.gather_log = OpLog()
+        self.reduce_log = OpLog()
+        self._is_sharded = StateKind.PARAM in plan.sharded
+        self._memory: dict[int, tuple[UnitState, FlatState]] = {}
+
+    def gather(self, name: str) -> None:
+        """Begin to gather a unit, unless it is there or on its way."""
+        state = self.units[name]
+        if state.residency is not Residency.RELEASED:
+            return
+        state.move(Residency.RELEASED, Residency.GATHERING)
+        if not self._is_sharded:
+            return
+        self.gather_log.add(f"gather {name}")
+        for flat in state.flats:
+            flat.full = self.pool.take(flat.layout.numel, flat.precision.compute, flat.master.device, Kind.GATHERED)
+            self._memory[torch_private.storage_key(flat.full)] = (state, flat)
+            state.handles.append(self.fill(flat, label=f"parameters of '{state.unit.label}'"))
+
+    def fill(self, flat: FlatState, *, label: str) -> Handle:
+        """Begin to bring all ranks' shards into the full buffer of a flat."""
+        low, high = flat.bounds
+        if flat.full is None:
+            raise ShardwiseError(f"{flat.spec.name} has no buffer to be gathered into.")
+        if not flat.is_aliased:
+            flat.full[low:high].copy_(flat.master)
+        return self.lanes.gather.all_gather(flat.full, flat.layout.cuts, label=label)
+
+    def acquire(self, name: str) -> None:
+        """Hold a unit gathered: its compute parameters stand in the modules and have their values."""
+        self.gather(name)
+        state = self.units[name]
+        if state.residency is Residency.GATHERING:
+            for handle in state.handles:
+                self.wait(handle, "gather", name)
+            state.handles.clear()
+            state.move(Residency.GATHERING, Residency.GATHERED)
+            for flat in state.flats:
+                if self._is_sharded and flat.full is not None:
+                    flat.point_to(flat.full)
+        if state.num_leases == 0:
+            self._show(state)
+        state.num_leases += 1
+
+    def release(self, name: str) -> None:
+        """Give one lease back; the last one frees the buffers."""
+        state = self.units[name]
+        if state.num_leases < 1:
+            raise ShardwiseError(f"Unit '{state.unit.label}' was released more often than it was gathered.")
+        state.num_leases -= 1
+        self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Free the buffers of a unit that nobody holds."""
+        state = self.units[name]
+        if state.num_leases or state.residency is Residency.RELEASED:
+            return
+        for handle in state.handles:
+            self.wait(handle, "gather", name)
+        state.handles.clear()
+        for flat in state.flats:
+            for param in flat.params:
+                if param.face is not None and param.shown is param.compute:
+                    if param.face.requires_grad != param.compute.requires_grad:
+                        param.face.requires_grad_(param.compute.requires_grad)
+                    param.show(param.face)
+            if self._is_sharded and flat.full is not None:
+                self._memory.pop(torch_private.storage_key(flat.full), None)
+                flat.point_away()
+                self.pool.give(flat.full, Kind.GATHERED)
+                flat.full = None
+        state.residency = Residency.RELEASED
+
+    def _show(self, state: UnitState) -> None:
+        for flat in state.flats:
+            for param in flat.params:
+                if param.face is not None:
+                    if param.shown is param.face and param.face.requires_grad != param.compute.requires_grad:
+                        param.compute.requires_grad_(param.face.requires_grad)
+                    param.show(param.compute)
+
+    def visit(self, entries: Sequence[Entry], arrived: Entry | None) -> None:
+        """Do the gathers of entries that this rank passed over, and begin those of the one it arrived at.
+
+        The order of gathers is the schedule's: a rank that skips a unit takes part in its gather all the same.
+        """
+        for entry in entries:
+            self._begin_gathers(entry)
+            self.gather(entry.moment.unit)
+            self.drop(entry.moment.unit)
+        if arrived is not None:
+            self._begin_gathers(arrived)
+
+    def _begin_gathers(self, entry: Entry) -> None:
+        for op in entry.ops:
+            if op.verb is Verb.GATHER:
+                self.gather(op.unit)
+
+    def drop_idle(self) -> None:
+        """Free units that were gathered ahead and not used."""
+        for name in self.units:
+            self.drop(name)
+
+    def find(self, tensor: torch.Tensor) -> tuple[UnitState, FlatState] | None:
+        """The unit in whose gathered buffer a tensor lies."""
+        return self._memory.get(torch_private.storage_key(tensor))
+
+    def refresh(self, names: Iterable[str]) -> None:
+        """Bring updated shards into the full buffers that stay resident (stages 0 to 2)."""
+        if self._is_sharded:
+            return
+        pending: list[tuple[str, Handle]] = []
+        for name in names:
+            for flat in self.units[name].flats:
+                if flat.spec.trainable or any(param.compute.requires_grad for param in flat.params):
+                    pending.append((name, self._refill(name, flat)))
+        for name, handle in pending:
+            self.wait(handle, "gather", name)
+
+    def _refill(self, name: str, flat: FlatState) -> Handle:
+        if flat.is_owned_whole:
+            if flat.full is not None and not flat.is_aliased:
+                flat.full.copy_(flat.master)
+            return Handle("copy")
+        self.gather_log.add(f"refresh {name}")
+        return self.fill(flat, label=f"updated parameters of '{self.units[name].unit.label}'")
+
+    def wait(self, handle: Handle, op: str, name: str) -> None:
+        """Wait for a collective and record it."""
+        self.record(op, name, handle, handle.wait())
+
+    def record(self, op: str, name: str, handle: Handle, waited_seconds: float) -> None:
+        """Count a collective that was waited for. A world of one issues none."""
+        if handle.num_messages:
+            self.totals.record(Event(op, name, handle.wire_bytes, handle.num_messages, waited_seconds))
+
+    def reset(self) -> None:
+        """After a failure: nobody holds anything any more."""
+        for state in self.units.values():
+            state.num_leases = 0
+        self.drop_idle()

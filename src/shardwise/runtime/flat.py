@@ -1,0 +1,154 @@
+"""The state of one flat buffer on one rank: owned values, gathered values, gradients on their way. Knows no collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.core.layout import Layout
+from shardwise.core.plan import Plan, StateKind
+from shardwise.core.unit import FlatSpec, ParamSpec, Segment
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one flat buffer: at rest, in compute, and in reductions."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, plan: Plan) -> Precision:
+        """What the plan makes of parameters of a dtype. Only floating-point parameters are cast."""
+        if not dtype.is_floating_point:
+            return cls(dtype, dtype, dtype)
+        compute = plan.dtype("param_dtype") or dtype
+        return cls(dtype, compute, plan.dtype("reduce_dtype") or compute)
+
+
+@dataclass(eq=False)
+class GradBuffer:
+    """Reduced gradients of one flat buffer, from element ``start`` on. Lives as long as a gradient refers to it."""
+
+    values: torch.Tensor
+    start: int
+
+
+class Host(Protocol):
+    """What stand-ins ask of the engine that they belong to."""
+
+    plan: Plan
+    layout_kind: str
+
+    def read(self, state: ParamState) -> torch.Tensor:
+        """The full values of a parameter, where they are present or may be gathered; else NotGatheredError."""
+        ...
+
+    def write(self, state: ParamState, values: torch.Tensor) -> None:
+        """Overwrite a parameter with full values that every rank has."""
+        ...
+
+    def grad_norm(self, state: ParamState, power: float) -> torch.Tensor:
+        """The norm of a parameter's reduced gradient over all ranks."""
+        ...
+
+    def grads_changed(self) -> None:
+        """Someone wrote to gradients: norms that were computed are stale."""
+        ...
+
+    def has_nonfinite(self, state: ParamState) -> bool:
+        """Whether a parameter's reduced gradient holds inf or nan on any rank."""
+        ...
+
+
+@dataclass(eq=False)
+class ParamState:
+    """One parameter on one rank: the user's own object, its stand-in, its places in modules, and the optimizer's segment."""
+
+    spec: ParamSpec
+    index: int
+    flat: FlatState
+    host: Host
+    compute: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    piece: Segment
+    segment: nn.Parameter
+    face: nn.Parameter | None = None
+
+    @property
+    def resting(self) -> nn.Parameter:
+        """What stands in the modules outside compute."""
+        return self.compute if self.face is None else self.face
+
+    @property
+    def shown(self) -> nn.Parameter:
+        """What stands in the modules now."""
+        module, name = self.places[0]
+        shown = module._parameters[name]
+        return self.resting if shown is None else shown
+
+    def show(self, param: nn.Parameter) -> None:
+        """Put a tensor into the modules, at every place that shares the parameter."""
+        for module, name in self.places:
+            module._parameters[name] = param
+
+
+@dataclass(eq=False)
+class FlatState:
+    """One flat buffer on one rank.
+
+    ``master`` holds the values at rest of the elements in ``bounds``; ``full`` those of the whole buffer in the dtype of compute,
+    while gathered. Where both dtypes agree and ``full`` stays resident, ``master`` is a part of it (``is_aliased``). Where every
+    rank owns every element (``is_owned_whole``), no collective is needed to read them.
+    """
+
+    spec: FlatSpec
+    layout: Layout
+    precision: Precision
+    bounds: tuple[int, int]
+    master: torch.Tensor
+    full: torch.Tensor | None
+    is_aliased: bool
+    is_owned_whole: bool
+    params: list[ParamState] = field(default_factory=list)
+    local: torch.Tensor | None = None
+    filled: set[int] = field(default_factory=set)
+
+    def segment_view(self, piece: Segment) -> torch.Tensor:
+        """A parameter's part of the owned values."""
+        return piece.view(self.master, shift=self.bounds[0])
+
+    def has_face(self, plan: Plan) -> bool:
+        """Whether a stand-in is shown outside compute: the full values at rest are not what compute uses."""
+        return StateKind.PARAM in plan.sharded or self.precision.compute != self.precision.master
+
+    def point_to(self, buffer: torch.Tensor) -> None:
+        """Make the compute parameters views of a gathered buffer."""
+        for state in self.params:
+            state.compute.data = state.spec.view(buffer)
+
+    def point_away(self) -> None:
+        """Leave the compute parameters with their shapes but without memory; a late read gives NaN."""
+        if not self.params:
+            return
+        nothing = torch.full((), float("nan") if self.precision.compute.is_floating_point else 1)
+        nothing = nothing.to(dtype=self.precision.compute, device=self.master.device)
+        for state in self.params:
+            state.compute.data = nothing.expand(state.spec.shape)
+
+
+PARAM_STATES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Finds the state of a parameter from any of its objects: the user's own, the stand-in, the optimizer's segment."""
+
+
+def state_of(tensor: object) -> ParamState | None:
+    """The state of a parameter that belongs to a sharded model, or None."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    state = PARAM_STATES.get(tensor)
+    return state if isinstance(state, ParamState) else None

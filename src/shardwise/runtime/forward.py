@@ -1,0 +1,215 @@
+"""Calls of modules: entries into the model, frames of nested calls, units opened and closed around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from shardwise.core.plan import StateKind
+from shardwise.core.trace import Moment, Point
+from shardwise.devices import torch_private
+from shardwise.runtime.flat import FlatState
+from shardwise.runtime.script import Script
+from shardwise.runtime.tensors import cast, tensors_in
+
+if TYPE_CHECKING:
+    from shardwise.runtime.engine import Engine
+
+
+@dataclass(eq=False)
+class Frame:
+    """One call of a hooked module that has not returned."""
+
+    name: str
+    is_entry: bool
+    is_recompute: bool
+    opened: list[str] = field(default_factory=list)
+    num_pushed: int = 0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A view of a gathered buffer that autograd saved: where it lies, not what it holds."""
+
+    flat: FlatState
+    unit: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Forward:
+    """The stack of open calls of one model on one rank.
+
+    An *entry* is a call from outside: of the model, or of one of its modules alone. A call inside a backward pass is a
+    recomputation of activation checkpointing, and no entry.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._executor = engine.executor
+        self._plan = engine.plan
+        self._is_sharded = StateKind.PARAM in engine.plan.sharded
+        self._compute_dtype = engine.plan.dtype("param_dtype")
+        self._output_dtype = engine.plan.dtype("output_dtype")
+        self._frames: list[Frame] = []
+        self._script = Script(())
+        self._moments: list[Moment] = []
+        self.recorded: dict[str, tuple[Moment, ...]] = {}
+        self.last_entry = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call of the model has not returned."""
+        return bool(self._frames)
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a module's forward: open the units that are gathered there, watch what autograd saves, cast inputs."""
+        is_recompute = torch_private.graph_task() != -1
+        is_entry = not self._frames and not is_recompute
+        if is_entry:
+            self._begin_entry(name, module)
+        frame = Frame(name, is_entry, is_recompute)
+        self._frames.append(frame)
+        for unit in self._engine.opened_at(name):
+            self.open(unit, frame)
+        if self._is_sharded and torch.is_grad_enabled():
+            self._watch_saved_tensors(frame)
+            self._watch_inputs(frame, args, kwargs)
+        if self._compute_dtype is not None and self._plan.cast_forward_inputs and (is_entry or frame.opened):
+            return cast(args, self._compute_dtype), cast(kwargs, self._compute_dtype)
+        return None
+
+    def leave(self, name: str, output: Any) -> Any:
+        """After a module's forward, also a failed one: watch for its backward, close its units, cast outputs."""
+        while self._frames:
+            frame = self._frames.pop()
+            for _ in range(frame.num_pushed):
+                torch_private.pop_saved_tensor_hooks()
+            if frame.name == name:
+                break
+            self._close(frame, None)
+        else:
+            return None
+        self._close(frame, output)
+        if frame.is_entry:
+            self._end_entry(name)
+            if self._output_dtype is not None and output is not None:
+                return cast(output, self._output_dtype)
+        return None
+
+    def open(self, unit: str, frame: Frame | None = None) -> None:
+        """Hold a unit gathered until a call returns; by default, the innermost open one."""
+        frame = frame or self._frames[-1]
+        if frame.is_recompute:
+            self._engine.backward.follow(unit)
+        else:
+            passed, arrived = self._script.arrive(unit)
+            self._executor.visit(passed, arrived)
+            self._moments.append(Moment(Point.PRE_FORWARD, unit))
+        self._executor.acquire(unit)
+        frame.opened.append(unit)
+
+    def read_on_demand(self, unit: str) -> None:
+        """Weights are read without a call of their module: gather them for the innermost call, also in later steps."""
+        frame = self._frames[-1]
+        self.open(unit, frame)
+        self._engine.open_also_at(frame.name, unit)
+
+    def reset(self) -> None:
+        """After a failure: no call is open."""
+        for frame in self._frames:
+            for _ in range(frame.num_pushed):
+                torch_private.pop_saved_tensor_hooks()
+        self._frames.clear()
+
+    def _begin_entry(self, name: str, module: nn.Module) -> None:
+        self._engine.begin_entry(module)
+        self._script = Script(self._engine.schedule_of(name).phase(Point.PRE_FORWARD) if self._is_sharded else ())
+        self._moments = []
+        self.last_entry = name
+
+    def _end_entry(self, name: str) -> None:
+        if self._is_sharded:
+            self._executor.visit(self._script.finish(), None)
+            self._executor.drop_idle()
+        self.recorded[name] = tuple(self._moments)
+
+    def _close(self, frame: Frame, output: Any) -> None:
+        """Watch for the backward of a call, and give its leases back, or hand them on to the backward."""
+        differentiable = []
+        if torch.is_grad_enabled() and output is not None:
+            differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        backward = self._engine.backward
+        if differentiable and frame.is_entry:
+            register_multi_grad_hook(differentiable, lambda _: backward.begin(), mode="any")
+        if differentiable and frame.opened and self._is_sharded:
+            units = tuple(frame.opened)
+            register_multi_grad_hook(differentiable, lambda _: backward.open(units), mode="any")
+        escaped = self._escaped_units(frame, output)
+        for unit in reversed(frame.opened):
+            self._moments.append(Moment(Point.POST_FORWARD, unit))
+            keeps = frame.is_recompute or not self._plan.reshard_after_forward
+            if unit in escaped:
+                self._engine.pin(unit)
+            if keeps and torch.is_grad_enabled() and self._is_sharded:
+                backward.adopt(unit)
+            else:
+                self._executor.release(unit)
+
+    def _escaped_units(self, frame: Frame, output: Any) -> set[str]:
+        """Units whose memory a call returns, for example its own weight: they must stay until the step has ended."""
+        if not self._is_sharded or not frame.opened or output is None:
+            return set()
+        found = (self._executor.find(tensor) for tensor in tensors_in(output) if tensor.layout is torch.strided)
+        return {hit[0].unit.name for hit in found if hit is not None}
+
+    def _watch_saved_tensors(self, frame: Frame) -> None:
+        """Let autograd save places instead of views, chained to hooks that are in force (only the topmost is called)."""
+        top = torch_private.top_saved_tensor_hooks()
+        owner = None if top is None else getattr(top[0], "__self__", None)
+        is_ours = isinstance(owner, _Chain) and owner.engine is self._engine
+        if is_ours or not torch_private.saved_tensor_hooks_allowed():
+            return
+        chain = _Chain(self._engine, top)
+        torch_private.push_saved_tensor_hooks(chain.pack, chain.unpack)
+        frame.num_pushed += 1
+
+    def _watch_inputs(self, frame: Frame, args: Any, kwargs: Any) -> None:
+        """When the gradients of all inputs of a call are there, its units are not needed any more."""
+        if not frame.opened or frame.is_recompute:
+            return
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
+        if inputs:
+            units = tuple(frame.opened)
+            register_multi_grad_hook(inputs, lambda _: self._engine.backward.close(units), mode="all")
+
+
+class _Chain:
+    """Saved-tensor hooks of one engine over those that were in force before."""
+
+    def __init__(self, engine: Engine, covered: tuple[Any, Any] | None) -> None:
+        self.engine = engine
+        self._covered = covered
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Save a place for a view of a gathered buffer; anything else as before."""
+        hit = self.engine.executor.find(tensor) if tensor.layout is torch.strided else None
+        if hit is not None:
+            unit, flat = hit
+            if flat.full is not None and tensor.dtype == flat.full.dtype:
+                return Packed(flat, unit.unit.name, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+            self.engine.pin(unit.unit.name)
+        return tensor if self._covered is None else (self._covered[0](tensor),)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The view again, of wherever the unit is gathered now."""
+        if isinstance(saved, Packed):
+            return self.engine.backward.restore(saved)
+        if self._covered is None:
+            return saved  # type: ignore[no-any-return]
+        return self._covered[1](saved[0])  # type: ignore[no-any-return]

@@ -1,0 +1,256 @@
+"""Gradients as users see them: one kind of object at every stage, whatever part of the values this rank holds.
+
+A ``GradFace`` has the form of the parameter (or of the optimizer's segment). Norms are those over all ranks; in-place scaling
+acts on this rank's part; reading values is possible where this rank has all of them, and refused by name elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import NotGatheredError, UsageError
+from shardwise.devices import torch_private
+from shardwise.runtime.flat import GradBuffer, ParamState, state_of
+
+RAW_GRAD = torch.Tensor.grad
+"""The attribute that autograd itself writes, under whatever property a subclass puts over it."""
+
+aten = torch.ops.aten
+
+
+class GradFace(torch.Tensor):
+    """A gradient that was reduced over all ranks, or is still being accumulated on this one."""
+
+    state: ParamState
+    buffer: GradBuffer | None
+
+    @staticmethod
+    def __new__(cls, state: ParamState, buffer: GradBuffer | None, like: torch.Tensor) -> GradFace:
+        """Stand for a parameter's gradient, in the form of ``like``."""
+        face: GradFace = torch_private.wrapper(cls, state.segment, like.shape, like.stride(), dtype=state.spec.dtype)
+        face.state = state
+        face.buffer = buffer
+        return face
+
+    __torch_function__ = torch_private.NO_TORCH_FUNCTION
+
+    @property
+    def reduced(self) -> torch.Tensor | None:
+        """This rank's part of the reduced values."""
+        return None if self.buffer is None else self.state.piece.view(self.buffer.values, shift=self.buffer.start)
+
+    def parts(self) -> list[torch.Tensor]:
+        """All values of this gradient that are on this rank: reduced, and accumulated but not yet reduced."""
+        parts = [] if self.reduced is None else [self.reduced]
+        flat = self.state.flat
+        if flat.local is not None and self.state.index in flat.filled:
+            parts.append(self.state.spec.view(flat.local))
+        return parts
+
+    def full(self) -> torch.Tensor:
+        """The whole gradient, if it is on this rank."""
+        reduced = self.reduced
+        if reduced is None or not self.state.flat.is_owned_whole:
+            why = "are sharded" if reduced is not None else "are not reduced yet (they were accumulated inside no_sync)"
+            raise NotGatheredError(
+                f"The values of the gradient of '{self.state.spec.name}' {why}. Read them inside "
+                "`with shardwise.gathered(model):` on all ranks. Norms and in-place scaling work anywhere."
+            )
+        return reduced.to(self.state.spec.dtype).view(self.shape)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"GradFace('{self.state.spec.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.full().clone()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Serve an operation from what is known on every rank, or from this rank's part."""
+        handler = _HANDLERS.get(func) or _HANDLERS.get(func.overloadpacket)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if func in _IN_PLACE_FOREACH:
+            return _scale_all(func, args, kwargs or {})
+        if func.overloadpacket in _IN_PLACE:
+            return _scale(func, args, kwargs or {})
+        args = torch_private.map_tensors(GradFace, lambda face: face.full(), args)
+        return func(*args, **torch_private.map_tensors(GradFace, lambda face: face.full(), kwargs or {}))
+
+
+def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An elementwise operation in place whose other arguments are numbers."""
+    face, others = args[0], args[1:]
+    if not isinstance(face, GradFace) or any(isinstance(other, torch.Tensor) and other.dim() for other in others):
+        full = face.full() if isinstance(face, GradFace) else face
+        func(full, *torch_private.map_tensors(GradFace, lambda other: other.full(), others), **kwargs)
+        return face
+    for part in face.parts():
+        func(part, *others, **kwargs)
+    face.state.host.grads_changed()
+    return face
+
+
+def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """The same for a list of gradients."""
+    parts: list[torch.Tensor] = []
+    for face in args[0]:
+        parts.extend(face.parts() if isinstance(face, GradFace) else [face])
+        if isinstance(face, GradFace):
+            face.state.host.grads_changed()
+    func(parts, *args[1:], **kwargs)
+
+
+def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    face = args[0]
+    power = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim not in (None, [], ()):
+        raise UsageError(f"The norm of the gradient of '{face.state.spec.name}' is over all of it; dim={dim} cannot be served.")
+    norm: torch.Tensor = face.state.host.grad_norm(face.state, 2.0 if power is None else float(power))
+    return norm.to(kwargs.get("dtype") or face.dtype)
+
+
+def _norms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    power = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return [torch.linalg.vector_norm(grad, power) for grad in args[0]]
+
+
+def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Loss scalers: divide by the scale, and find infinities on any rank, the same on all of them."""
+    grads, found_inf, inverse_scale = args
+    for grad in grads:
+        if not isinstance(grad, GradFace):
+            func([grad], found_inf, inverse_scale)
+            continue
+        if grad.state.host.has_nonfinite(grad.state):
+            found_inf.fill_(1.0)
+        for part in grad.parts():
+            part.mul_(inverse_scale.to(part.dtype) if part.dtype == torch.float64 else inverse_scale)
+        grad.state.host.grads_changed()
+
+
+def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
+    face = args[0]
+    return GradFace(face.state, face.buffer, face)
+
+
+def _zero(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
+    face: GradFace = args[0]
+    for part in face.parts():
+        part.zero_()
+    face.state.host.grads_changed()
+    return face
+
+
+_HANDLERS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _norms,
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    aten.detach: _same,
+    aten.alias: _same,
+    aten.zero_: _zero,
+}
+_IN_PLACE = {
+    aten.mul_,
+    aten.div_,
+    aten.clamp_,
+    aten.clamp_min_,
+    aten.clamp_max_,
+    aten.neg_,
+    aten.nan_to_num_,
+    aten.add_,
+    aten.sub_,
+    aten.fill_,
+}
+_IN_PLACE_FOREACH = {
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+    aten._foreach_clamp_min_.Scalar,
+    aten._foreach_clamp_max_.Scalar,
+    aten._foreach_neg_.default,
+    aten._foreach_zero_.default,
+}
+
+
+def visible_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that a model's parameter shows: that of its segment in the optimizer, in the parameter's form."""
+    state = state_of(param)
+    if state is None:
+        return None
+    held = state.segment.grad
+    if isinstance(held, GradFace):
+        return held if held.shape == param.shape else GradFace(state, held.buffer, param)
+    return held
+
+
+def assign_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Clear the gradient of a parameter, or replace it by full values that every rank has."""
+    state = state_of(param)
+    if state is None:
+        return
+    if value is None or isinstance(value, GradFace):
+        state.segment.grad = None if value is None else GradFace(state, value.buffer, state.segment)
+        return
+    if value.shape != param.shape:
+        raise UsageError(f"The gradient of '{state.spec.name}' must have shape {tuple(param.shape)} but got {tuple(value.shape)}.")
+    buffer = GradBuffer(value.new_zeros(state.flat.master.numel(), dtype=state.flat.precision.reduce), state.flat.bounds[0])
+    face = GradFace(state, buffer, state.segment)
+    whole = state.spec.view(value.new_zeros(state.flat.layout.numel))
+    whole.copy_(value.detach())
+    low, high = state.piece.start, state.piece.stop
+    if face.reduced is not None and state.piece.numel:
+        flat_values = whole.as_strided((state.spec.numel,), (1,), whole.storage_offset())
+        face.reduced.copy_(flat_values[low - state.spec.offset : high - state.spec.offset].view_as(face.reduced))
+    state.segment.grad = face
+    state.host.grads_changed()
+
+
+class Live:
+    """Mixed into the class of a user's parameter that stays in place: its ``.grad`` is the reduced gradient."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient, or None. Inside hooks on the parameter: the local one that autograd has just made."""
+        raw: torch.Tensor | None = RAW_GRAD.__get__(self)
+        return raw if raw is not None else visible_grad(self)  # type: ignore[arg-type]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            RAW_GRAD.__set__(self, None)
+        assign_grad(self, value)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = nn.Parameter(self.detach().clone(), self.requires_grad)  # type: ignore[attr-defined]
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined]
+
+
+_LIVE_CLASSES: dict[type, type] = {}
+
+
+def make_live(param: nn.Parameter) -> None:
+    """Let a parameter show its reduced gradient."""
+    cls = type(param)
+    if cls not in _LIVE_CLASSES:
+        _LIVE_CLASSES[cls] = type(cls.__name__, (Live, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    param.__class__ = _LIVE_CLASSES[cls]
+
+
+def make_plain(param: nn.Parameter) -> None:
+    """Give a parameter its own class back."""
+    if isinstance(param, Live):
+        param.__class__ = type(param).__mro__[2]

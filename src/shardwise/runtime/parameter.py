@@ -1,0 +1,117 @@
+"""The face of a sharded parameter: what stands in the module outside compute. It has a form and a gradient, but no values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import NotGatheredError
+from shardwise.devices import torch_private
+from shardwise.runtime.flat import ParamState
+from shardwise.runtime.grads import assign_grad, visible_grad
+
+_FORM_ATTRIBUTES = (
+    "shape dtype device layout requires_grad is_leaf ndim is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_xpu is_mps "
+    "grad_fn names itemsize nbytes is_nested is_sparse_csr _version output_nr retains_grad is_vulkan is_ipu is_maia is_xla "
+    "_backward_hooks _post_accumulate_grad_hooks _base"
+).split()
+_FORM_METHODS = (
+    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed requires_grad_ get_device "
+    "ndimension is_inference storage_offset __len__ __hash__ is_conj is_neg is_same_size type_as_form is_distributed is_pinned"
+).split()
+
+
+def _form_functions() -> set[Any]:
+    """Functions that need the form of a tensor only, as ``__torch_function__`` names them."""
+    functions: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type}
+    for name in _FORM_ATTRIBUTES:
+        if hasattr(torch.Tensor, name):
+            functions.add(getattr(torch.Tensor, name).__get__)
+    functions.add(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+    functions.update(getattr(torch.Tensor, name) for name in _FORM_METHODS if hasattr(torch.Tensor, name))
+    return functions
+
+
+_FORM = _form_functions()
+
+
+class Face(nn.Parameter):
+    """A parameter whose values are elsewhere: sharded over the ranks, or held in another dtype.
+
+    Inside a call of the model that owns it, reading it gathers its unit; elsewhere reading raises ``NotGatheredError``.
+    """
+
+    state: ParamState
+
+    @staticmethod
+    def __new__(cls, state: ParamState) -> Face:  # type: ignore[misc]
+        """Stand for a parameter."""
+        face: Face = torch_private.wrapper(
+            cls,
+            state.segment,
+            state.spec.shape,
+            state.spec.stride,
+            dtype=state.spec.dtype,
+            requires_grad=state.compute.requires_grad,
+        )
+        face.state = state
+        return face
+
+    def __init__(self, state: ParamState) -> None:
+        # nn.Parameter has no initialiser of its own: all is done in __new__.
+        pass
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient, or None."""
+        return visible_grad(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        assign_grad(self, value)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Serve the form; write through; put the values in the place of the face where they may be had."""
+        kwargs = kwargs or {}
+        if func in _FORM:
+            with torch_private.without_torch_function():
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.compute, (tuple(args), kwargs))
+            return func(*args, **kwargs)
+        if func is torch.Tensor.copy_ and isinstance(args[0], Face) and not isinstance(args[1], Face):
+            args[0].state.host.write(args[0].state, args[1])
+            return args[0]
+        args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.host.read(face.state), (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """The last guard: whatever reaches a face below Python reads or returns real values."""
+        if func is torch.ops.aten.detach.default:
+            return args[0].state.host.read(args[0].state).detach()
+        args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.host.read(face.state), (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Face('{self.state.spec.name}', shape={self.state.spec.shape}, dtype={self.state.spec.dtype}, values sharded)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = nn.Parameter(self.state.host.read(self.state).detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.state.host.read(self.state).detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def not_gathered(state: ParamState) -> NotGatheredError:
+    """The error for a read of values that are not here."""
+    return NotGatheredError(
+        f"The values of parameter '{state.spec.name}' are sharded over the ranks and not gathered here. Read or write them inside "
+        "`with shardwise.gathered(model):`, entered on all ranks (for one parameter: gathered(the module that holds it))."
+    )

@@ -1,0 +1,198 @@
+"""Local gradients on their way to reduced ones: packed, accumulated, exchanged in one order on all ranks, and installed."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.core.ledger import Kind
+from shardwise.core.plan import StateKind
+from shardwise.core.tree import Tree
+from shardwise.runtime.executor import Executor, UnitState
+from shardwise.runtime.flat import FlatState, GradBuffer, ParamState
+from shardwise.runtime.grads import GradFace
+from shardwise.runtime.reduce import Reduction, begin_reduction
+
+IN_FLIGHT_LIMIT = 2
+"""Units whose reductions are under way at once. A fixed number, so that all ranks complete them in the same order."""
+
+
+@dataclass(eq=False)
+class _InFlight:
+    name: str
+    flat: FlatState
+    local: torch.Tensor
+    reduction: Reduction
+
+
+class Reducer:
+    """Owns the full local gradients of one model, and the order in which its units are reduced."""
+
+    def __init__(self, executor: Executor, tree: Tree, trained: Sequence[str]) -> None:
+        self._executor = executor
+        self._tree = tree
+        self.order: list[str] = list(trained)
+        self.num_issued: dict[str, int] = dict.fromkeys(self.order, 0)
+        self._next = 0
+        self._ready: set[str] = set()
+        self._in_flight: deque[list[_InFlight]] = deque()
+        self._completed: list[tuple[FlatState, GradBuffer]] = []
+        self.sent: set[int] = set()
+
+    def accumulate(self, state: ParamState, grad: torch.Tensor, weight: float) -> None:
+        """Add one backward's gradient of a parameter, weighted, to the full local gradients."""
+        flat = state.flat
+        if flat.local is None:
+            flat.local = self._new_local(flat)
+        target = state.spec.view(flat.local)
+        grad = grad.to_dense() if grad.layout is not torch.strided else grad
+        if state.index in flat.filled:
+            term = grad.to(target.dtype)
+            target.add_(term if weight == 1.0 else term * weight)
+        elif grad.dtype == target.dtype:
+            torch.mul(grad, weight, out=target) if weight != 1.0 else target.copy_(grad)
+        else:
+            target.copy_(grad)
+            if weight != 1.0:
+                target.mul_(weight)
+        flat.filled.add(state.index)
+
+    def _new_local(self, flat: FlatState) -> torch.Tensor:
+        self._executor.ledger.add(Kind.FULL_GRAD, flat.layout.numel * flat.precision.reduce.itemsize)
+        return torch.zeros(flat.layout.numel, dtype=flat.precision.reduce, device=flat.master.device)
+
+    def mark_ready(self, name: str) -> None:
+        """All gradients of a unit are in. Reductions are issued in the common order, as far as they are ready."""
+        self._ready.add(name)
+        while self._next < len(self.order) and self.order[self._next] in self._ready:
+            self.issue(self.order[self._next])
+            self._next += 1
+
+    def has_pending(self, name: str) -> bool:
+        """Whether a unit has local gradients that were not sent."""
+        return any(flat.filled for flat in self._executor.units[name].flats)
+
+    def issue(self, name: str) -> None:
+        """Begin the reduction of one unit, with zeros where this rank has no gradients."""
+        while len(self._in_flight) >= IN_FLIGHT_LIMIT:
+            self._complete(self._in_flight.popleft())
+        self._executor.reduce_log.add(f"reduce {name}")
+        self.num_issued[name] = self.num_issued.get(name, 0) + 1
+        batch = []
+        for flat in self._trained_flats(self._executor.units[name]):
+            local = flat.local if flat.local is not None else self._new_local(flat)
+            self.sent.update(id(flat.params[index]) for index in flat.filled)
+            flat.local = None
+            flat.filled.clear()
+            label = f"gradients of '{self._executor.units[name].unit.label}'"
+            reduction = begin_reduction(local, flat.layout, self._tree, self._executor.lanes.reduce, label=label)
+            batch.append(_InFlight(name, flat, local, reduction))
+        self._in_flight.append(batch)
+
+    @staticmethod
+    def _trained_flats(unit: UnitState) -> list[FlatState]:
+        return [flat for flat in unit.flats if any(p.resting.requires_grad or p.compute.requires_grad for p in flat.params)]
+
+    def _complete(self, batch: list[_InFlight]) -> None:
+        plan = self._executor.plan
+        for item in batch:
+            flat = item.flat
+            total, waited_seconds = item.reduction.finish()
+            self._executor.record("reduce", item.name, item.reduction.handle, waited_seconds)
+            low, high = flat.layout.bounds(item.reduction.rank)
+            if StateKind.GRAD in plan.sharded:
+                values, start = (total if total.numel() == item.local.numel() else total.clone()), low
+                self._executor.ledger.add(Kind.FULL_GRAD, -item.local.numel() * item.local.element_size())
+            else:
+                values, start = item.local, 0
+                if total.data_ptr() != values[low:high].data_ptr():
+                    values[low:high].copy_(total)
+                self._executor.ledger.add(Kind.FULL_GRAD, -values.numel() * values.element_size())
+            if StateKind.OPTIM not in plan.sharded:
+                self._executor.reduce_log.add(f"gather gradients {item.name}")
+                label = f"reduced gradients of '{item.name or '(root)'}'"
+                gathered = self._executor.lanes.reduce.all_gather(values, flat.layout.cuts, label=label)
+                self._executor.wait(gathered, "gather gradients", item.name)
+            self._completed.append((flat, self._new_buffer(values, start)))
+
+    def _new_buffer(self, values: torch.Tensor, start: int) -> GradBuffer:
+        buffer = GradBuffer(values, start)
+        num_bytes = values.numel() * values.element_size()
+        self._executor.ledger.add(Kind.GRAD, num_bytes)
+        weakref.finalize(buffer, self._executor.ledger.add, Kind.GRAD, -num_bytes)
+        return buffer
+
+    def complete_all(self) -> None:
+        """Wait for all reductions under way."""
+        while self._in_flight:
+            self._complete(self._in_flight.popleft())
+
+    def install(self, is_used: Callable[[ParamState], bool]) -> None:
+        """Show reduced gradients to model and optimizer: added to earlier ones, and only where some rank had one."""
+        completed, self._completed = self._completed, []
+        for flat, buffer in completed:
+            for state in flat.params:
+                if not is_used(state):
+                    continue
+                held = state.segment.grad
+                face = GradFace(state, buffer, state.segment)
+                if isinstance(held, GradFace) and held.reduced is not None and face.reduced is not None:
+                    face.reduced.add_(held.reduced)
+                elif held is not None and not isinstance(held, GradFace) and face.reduced is not None:
+                    face.reduced.add_(held.view_as(face.reduced))
+                state.segment.grad = face
+        self.begin_cycle()
+
+    def announce(self) -> None:
+        """After a backward inside no_sync: show that there are gradients, so that clearing them can be noticed."""
+        for unit in self._executor.units.values():
+            for flat in unit.flats:
+                for index in flat.filled:
+                    state = flat.params[index]
+                    held = state.segment.grad
+                    buffer = held.buffer if isinstance(held, GradFace) else None
+                    state.segment.grad = GradFace(state, buffer, state.segment)
+
+    def forget_cleared(self) -> None:
+        """Drop accumulated gradients that the user has cleared through the model or the optimizer."""
+        for unit in self._executor.units.values():
+            for flat in unit.flats:
+                flat.filled = {index for index in flat.filled if flat.params[index].segment.grad is not None}
+                if flat.local is not None and not flat.filled:
+                    self._free_local(flat)
+                elif flat.local is not None:
+                    for state in flat.params:
+                        if state.index not in flat.filled:
+                            state.spec.view(flat.local).zero_()
+
+    def _free_local(self, flat: FlatState) -> None:
+        if flat.local is not None:
+            self._executor.ledger.add(Kind.FULL_GRAD, -flat.local.numel() * flat.local.element_size())
+        flat.local = None
+        flat.filled.clear()
+
+    def begin_cycle(self) -> None:
+        """All is reduced: the next backward begins at the head of the order."""
+        self._next = 0
+        self._ready.clear()
+        self.sent.clear()
+        self.num_issued = dict.fromkeys(self.order, 0)
+
+    def set_order(self, order: Sequence[str]) -> None:
+        """Take a common order in which units are ready; units that it does not name follow."""
+        known = [name for name in order if name in self._executor.units]
+        self.order = list(dict.fromkeys([*known, *self.order]))
+        self.num_issued = {name: self.num_issued.get(name, 0) for name in self.order}
+
+    def abandon(self) -> None:
+        """After a failure: wait for what is under way, and drop it together with what was accumulated."""
+        self.complete_all()
+        self._completed.clear()
+        for unit in self._executor.units.values():
+            for flat in unit.flats:
+                self._free_local(flat)
+        self.begin_cycle()

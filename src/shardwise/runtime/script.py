@@ -1,0 +1,30 @@
+"""A cursor over the gathers of one phase of the schedule. Ranks that skip units catch up, so that all issue one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.core.schedule import Entry
+
+
+class Script:
+    """The opening moments of a phase, and how far this rank has come."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = tuple(entries)
+        self._at = 0
+
+    def arrive(self, unit: str) -> tuple[Sequence[Entry], Entry | None]:
+        """Go to the next moment of a unit: the entries passed over, and its own (None if it does not come any more)."""
+        for position in range(self._at, len(self._entries)):
+            if self._entries[position].moment.unit == unit:
+                passed = self._entries[self._at : position]
+                self._at = position + 1
+                return passed, self._entries[position]
+        return (), None
+
+    def finish(self) -> Sequence[Entry]:
+        """The entries that never came."""
+        rest = self._entries[self._at :]
+        self._at = len(self._entries)
+        return rest

@@ -1,0 +1,1 @@
+"""Collectives: torch.distributed between processes, and a world of threads for tests."""
