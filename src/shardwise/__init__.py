@@ -1,6 +1,7 @@
 """Shardwise: train PyTorch models that do not fit, with the loop that you already have."""
 
 from shardwise.api.shard import Sharded, shard
+from shardwise.api.state import GradScaler, clip_grad_norm_, gathered, no_sync, share, unshard
 from shardwise.core.errors import (
     CheckpointError,
     DesyncError,
@@ -16,6 +17,7 @@ from shardwise.core.plan import Plan
 __all__ = [
     "CheckpointError",
     "DesyncError",
+    "GradScaler",
     "NonFiniteError",
     "NotGatheredError",
     "Plan",
@@ -24,6 +26,11 @@ __all__ = [
     "Sharded",
     "ShardwiseError",
     "UsageError",
+    "clip_grad_norm_",
+    "gathered",
+    "no_sync",
     "shard",
+    "share",
+    "unshard",
 ]
 __version__ = "0.1.0"

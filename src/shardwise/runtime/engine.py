@@ -25,6 +25,7 @@ from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import ParamState
 from shardwise.runtime.forward import Forward
+from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import not_gathered
 from shardwise.runtime.reducer import Reducer
 from shardwise.wire.comm import Lanes, gather_bytes
@@ -65,7 +66,7 @@ class Engine:
         self.is_synced = True
         self.num_nonfinite_steps = 0
         self.handles: list[Any] = []
-        self.opened_by_user: dict[int, nn.Parameter] = {}
+        self.opened: list[Opened] = []
         self._num_skipped_in_a_row = 0
         self._nonfinite: dict[int, bool] = {}
         self._hooked: set[int] = set()
@@ -118,6 +119,8 @@ class Engine:
         """A call from outside begins."""
         if self.backward.is_running and torch_private.graph_task() == -1:
             self.recover()
+        for opened in self.opened:
+            opened.store_own_part()
         self._hook_params()
         if self.plan.buffers != "local" and self.lanes.size > 1 and module.training and torch.is_grad_enabled():
             self._sync_buffers(module)
@@ -178,8 +181,8 @@ class Engine:
             if unit.num_leases == 0:
                 self.backward.open((unit.unit.name,))
             return state.compute
-        if id(state) in self.opened_by_user:
-            return self.opened_by_user[id(state)]
+        if state.opened is not None:
+            return state.opened
         if state.flat.is_owned_whole:
             return state.spec.view(state.flat.master)
         raise not_gathered(state)
@@ -304,7 +307,7 @@ class Engine:
 
     def before_update(self) -> bool:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
-        if self.opened_by_user:
+        if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
         if self.backward.is_running:
             self.recover()

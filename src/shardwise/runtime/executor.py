@@ -139,10 +139,10 @@ class Executor:
         state.handles.clear()
         for flat in state.flats:
             for param in flat.params:
-                if param.face is not None and param.shown is param.compute:
-                    if param.face.requires_grad != param.compute.requires_grad:
-                        param.face.requires_grad_(param.compute.requires_grad)
-                    param.show(param.face)
+                if param.resting is not param.compute and param.shown is param.compute:
+                    if param.resting.requires_grad != param.compute.requires_grad:
+                        param.resting.requires_grad_(param.compute.requires_grad)
+                    param.show(param.resting)
             if self._is_sharded and flat.full is not None:
                 self._memory.pop(torch_private.storage_key(flat.full), None)
                 flat.point_away()
@@ -153,9 +153,9 @@ class Executor:
     def _show(self, state: UnitState) -> None:
         for flat in state.flats:
             for param in flat.params:
-                if param.face is not None:
-                    if param.shown is param.face and param.face.requires_grad != param.compute.requires_grad:
-                        param.compute.requires_grad_(param.face.requires_grad)
+                if param.resting is not param.compute:
+                    if param.shown is param.resting and param.resting.requires_grad != param.compute.requires_grad:
+                        param.compute.requires_grad_(param.resting.requires_grad)
                     param.show(param.compute)
 
     def visit(self, entries: Sequence[Entry], arrived: Entry | None) -> None:

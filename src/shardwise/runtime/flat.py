@@ -79,10 +79,13 @@ class ParamState:
     piece: Segment
     segment: nn.Parameter
     face: nn.Parameter | None = None
+    opened: nn.Parameter | None = None
 
     @property
     def resting(self) -> nn.Parameter:
-        """What stands in the modules outside compute."""
+        """What stands in the modules outside compute: plain full values while the user has opened them, else a stand-in."""
+        if self.opened is not None:
+            return self.opened
         return self.compute if self.face is None else self.face
 
     @property

@@ -50,6 +50,8 @@ class Reducer:
             flat.local = self._new_local(flat)
         target = state.spec.view(flat.local)
         grad = grad.to_dense() if grad.layout is not torch.strided else grad
+        if weight == 0.0:
+            grad = torch.zeros_like(grad)  # A rank without samples has no say, even if its loss is nan.
         if state.index in flat.filled:
             term = grad.to(target.dtype)
             target.add_(term if weight == 1.0 else term * weight)

@@ -1,0 +1,113 @@
+"""Turns a sharded model back into a plain one, in place, with the optimizer's full state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.flat import PARAM_STATES, FlatState, ParamState
+from shardwise.runtime.grads import RAW_GRAD, make_plain
+from shardwise.runtime.opened import Opened
+from shardwise.runtime.optimizer import states_of
+from shardwise.runtime.registry import unregister
+from shardwise.wire.comm import gather_bytes
+
+
+def detach(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    """Gather all state and take the engine off. A collective."""
+    if engine.backward.is_running:
+        engine.recover()
+    for optimizer in optimizers:
+        _restore_state(optimizer, engine)
+    for unit in engine.executor.units.values():
+        for flat in unit.flats:
+            _restore_params(flat, engine)
+    for handle in engine.handles:
+        handle.remove()
+    unregister(engine)
+
+
+def _restore_params(flat: FlatState, engine: Engine) -> None:
+    opened = Opened(flat, engine.executor)
+    for state in flat.params:
+        shown = state.opened
+        state.opened = None
+        if shown is None:
+            continue
+        PARAM_STATES.pop(state.compute, None)
+        make_plain(state.compute)
+        state.compute.data = shown.data.clone()
+        RAW_GRAD.__set__(state.compute, shown.grad)
+        state.compute.requires_grad_(shown.requires_grad)
+        state.show(state.compute)
+        state.segment.grad = None
+    del opened
+
+
+def _restore_state(optimizer: Optimizer, engine: Engine) -> None:
+    """Put the users' parameters and full state back into an optimizer."""
+    for state in states_of(optimizer):
+        if state.host is not engine:
+            continue
+        held = optimizer.state.pop(state.segment, {})
+        full = held if state.flat.is_owned_whole else _gather_state(held, state, engine)
+        if full:
+            optimizer.state[state.compute] = full
+        for group in optimizer.param_groups:
+            group["params"] = [state.compute if param is state.segment else param for param in group["params"]]
+
+
+def _gather_state(held: dict[str, Any], state: ParamState, engine: Engine) -> dict[str, Any]:
+    """Every value of one parameter's state: its elements from those who own them, anything else from the first owner."""
+    comm = engine.lanes.gather
+    mine = {key: _describe(key, value, state) for key, value in held.items()}
+    described = [json.loads(text) for text in gather_bytes(comm, json.dumps(mine).encode(), label="optimizer state")]
+    owners = [rank for rank, facts in enumerate(described) if facts]
+    if not owners:
+        return {}
+    full: dict[str, Any] = {}
+    for key, facts in described[owners[0]].items():
+        if facts["kind"] == "plain":
+            full[key] = facts["value"]
+            continue
+        dtype = getattr(torch, facts["dtype"])
+        label = f"optimizer state '{key}' of '{state.spec.name}'"
+        if facts["kind"] == "elements":
+            full[key] = _gather_elements(held.get(key), dtype, state, engine, label)
+        else:
+            value = held[key].clone() if key in held else torch.empty(facts["shape"], dtype=dtype, device=state.segment.device)
+            line = value.reshape(-1).to(state.segment.device)
+            engine.executor.wait(comm.broadcast(line, owners[0], label=label), "gather", state.flat.spec.unit)
+            full[key] = line.view(facts["shape"]).to(facts["device"])
+    return full
+
+
+def _describe(key: str, value: Any, state: ParamState) -> dict[str, Any]:
+    if not isinstance(value, torch.Tensor):
+        return {"kind": "plain", "value": value}
+    is_per_element = value.shape == state.segment.shape and key != "step"
+    kind = "elements" if is_per_element else "tensor"
+    shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
+    return {"kind": kind, "shape": shape, "dtype": dtype, "device": value.device.type}
+
+
+def _gather_elements(
+    part: torch.Tensor | None, dtype: torch.dtype, state: ParamState, engine: Engine, label: str
+) -> torch.Tensor:
+    comm, layout, spec = engine.lanes.gather, state.flat.layout, state.spec
+    cuts = [min(max(cut, spec.offset), spec.stop) - spec.offset for cut in layout.cuts]
+    cuts[-1] = spec.numel
+    line = torch.zeros(spec.numel, dtype=dtype, device=state.segment.device)
+    if part is not None and state.piece.numel:
+        target = line[state.piece.start - spec.offset : state.piece.stop - spec.offset]
+        view = line.as_strided(spec.shape, spec.stride) if state.piece.is_whole else target
+        view.copy_(part)
+    engine.executor.wait(comm.all_gather(line, cuts, label=label), "gather", state.flat.spec.unit)
+    return line.as_strided(spec.shape, spec.stride)
+
+
