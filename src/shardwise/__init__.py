@@ -2,6 +2,7 @@
 
 from shardwise.api.shard import Sharded, shard
 from shardwise.api.state import GradScaler, clip_grad_norm_, gathered, no_sync, share, unshard
+from shardwise.api.verify import Difference, Verdict, verify
 from shardwise.core.errors import (
     CheckpointError,
     DesyncError,
@@ -17,6 +18,7 @@ from shardwise.core.plan import Plan
 __all__ = [
     "CheckpointError",
     "DesyncError",
+    "Difference",
     "GradScaler",
     "NonFiniteError",
     "NotGatheredError",
@@ -26,11 +28,13 @@ __all__ = [
     "Sharded",
     "ShardwiseError",
     "UsageError",
+    "Verdict",
     "clip_grad_norm_",
     "gathered",
     "no_sync",
     "shard",
     "share",
     "unshard",
+    "verify",
 ]
 __version__ = "0.1.0"

@@ -18,12 +18,13 @@ from shardwise.core.plan import Plan
 from shardwise.core.schedule import Schedule
 from shardwise.core.trace import Trace
 from shardwise.core.tree import host_tree
-from shardwise.core.unit import Unit, find_units
+from shardwise.core.unit import ROOT, Unit, find_units
 from shardwise.runtime.attach import attach, check_devices
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.flat import state_of
 from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_parameters
 from shardwise.runtime.registry import find_engine
+from shardwise.runtime.rehearsal import rehearse
 from shardwise.wire.comm import Lanes, gather_bytes
 from shardwise.wire.local_comm import solo_lanes
 from shardwise.wire.torch_comm import torch_lanes
@@ -80,6 +81,7 @@ def shard(  # noqa: PLR0913
     mp_policy: PrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     units: Sequence[type[nn.Module] | str] | None = None,
+    example: Any = None,
     lanes: Lanes | None = None,
     **changes: Any,
 ) -> Sharded:
@@ -94,6 +96,8 @@ def shard(  # noqa: PLR0913
         mp_policy: FSDP2's ``MixedPrecisionPolicy``.
         ignored_params: Parameters that stay plain and are not synchronised.
         units: Module classes or names to make units of; found by themselves, if None.
+        example: A batch (a tensor, a tuple of arguments or a dict of keywords): the model is run once on fake tensors of its
+            form, so that trace and schedule are known before the first step; if None, the first step is recorded.
         lanes: Collectives to use instead of those of ``torch.distributed``, for tests.
         changes: Further fields of the plan, such as ``prefetch=2`` or ``nonfinite="raise"``.
 
@@ -129,7 +133,12 @@ def shard(  # noqa: PLR0913
     tree = plan.tree if plan.tree is not None else host_tree(lanes.hosts)
     plan = plan.replace(tree=tree)
     _compare_ranks(model, found, plan, lanes)
-    engine = attach(model, found, Setup(plan, lanes, tree, layout))
+    rehearsal = None if example is None else rehearse(model, found, example)
+    engine = attach(model, found, Setup(plan, lanes, tree, layout), device)
+    if rehearsal is not None:
+        engine.use_trace(ROOT, rehearsal.trace)
+        for module, unit in rehearsal.also_opened:
+            engine.open_also_at(module, unit)
     for each in optimizers:
         adopt(each)
     return Sharded(engine)
@@ -148,7 +157,9 @@ def _check_model(model: nn.Module) -> None:
         raise UsageTypeError(f"model must be an nn.Module but is a {type(model).__name__}.")
     engine = find_engine(model)
     if engine is not None or any(state_of(param) is not None for param in model.parameters()):
-        raise UsageError("The model, or a part of it, is sharded already. Call shardwise.unshard(model) first to change the plan.")
+        raise UsageError(
+            "The model, or a part of it, is sharded already. Call shardwise.unshard(model) first to change the plan."
+        )
     lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
     if lazy:
         raise UsageError(f"Parameter '{lazy[0]}' has no shape yet. Run one batch through the model before shardwise.shard.")
@@ -182,7 +193,9 @@ def _make_plan(plan: Plan | None, stage: int | None, policy: PrecisionPolicy | N
 
 def _find_lanes(mesh: Any, device: torch.device, plan: Plan) -> Lanes:
     if mesh is not None and mesh.ndim != 1:
-        raise PlanError(f"mesh must be one-dimensional but has {mesh.ndim} dimensions: {mesh}. Pass mesh['name'] for one of them.")
+        raise PlanError(
+            f"mesh must be one-dimensional but has {mesh.ndim} dimensions: {mesh}. Pass mesh['name'] for one of them."
+        )
     if mesh is None and (not dist.is_available() or not dist.is_initialized()):
         return solo_lanes()
     group = None if mesh is None else mesh.get_group()

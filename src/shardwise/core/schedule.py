@@ -50,6 +50,11 @@ class Schedule:
         """The entries at certain kinds of moments, in order."""
         return tuple(entry for entry in self.entries if entry.moment.point in points)
 
+    @property
+    def reduced_units(self) -> tuple[str, ...]:
+        """Units in the order in which their gradients are reduced."""
+        return tuple(op.unit for entry in self.entries for op in entry.ops if op.verb is Verb.REDUCE)
+
     def __str__(self) -> str:
         rows = [f"{'moment':<18}{'at unit':<28}{'op':<20}{'unit':<28}{'bytes':>12}"]
         for entry in self.entries:

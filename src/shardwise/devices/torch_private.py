@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map_only
@@ -65,7 +66,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def wrapper(
-    cls: type, like: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
+    cls: type,
+    like: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    requires_grad: bool = False,
 ) -> Any:
     """A tensor of a subclass that has a form but no memory."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -77,9 +84,18 @@ NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """For subclasses that answer to dispatch only."""
 
 
+SHALLOW_COPY_CHECK = torch._has_compatible_shallow_copy_type
+"""What ``Module.to`` asks before it sets ``param.data``; stand-ins answer it from their form."""
+
+
 def map_tensors(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to all leaves of one type in nested lists, tuples and dicts."""
     return tree_map_only(kind, function, tree)
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which tensors have forms but no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def without_torch_function() -> Any:

@@ -13,24 +13,30 @@ from shardwise.core.plan import StateKind
 from shardwise.core.unit import FlatSpec, Unit
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.executor import UnitState
-from shardwise.runtime.flat import PARAM_STATES, FlatState, ParamState, Precision
+from shardwise.runtime.flat import FlatState, ParamState, Precision, remember, state_of
 from shardwise.runtime.grads import make_live
 from shardwise.runtime.hooks import attach_hooks
+from shardwise.runtime.materialize import Initial, check_meta, is_on_meta, materialize
 from shardwise.runtime.parameter import Face
 from shardwise.runtime.registry import register
 
 
-def attach(model: nn.Module, units: Sequence[Unit], setup: Setup) -> Engine:
+def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.device) -> Engine:
     """Shard a model in place. Everything was checked before: from here on nothing is refused."""
     ledger = Ledger()
     states = []
+    initial = materialize(model, units, setup, device) if is_on_meta(model) else Initial()
     for unit in units:
         # Flat by flat, so that at most one full buffer stands beside the model while it is taken apart.
-        states.append(UnitState(unit, [_make_flat(model, flat, setup, ledger) for flat in unit.flats]))
+        states.append(UnitState(unit, [_make_flat(model, flat, setup, ledger, initial) for flat in unit.flats]))
     engine = Engine(model, states, setup, ledger)
     for unit_state in states:
         for flat_state in unit_state.flats:
             _adopt_params(model, flat_state, engine)
+    for old, new in initial.replaced:
+        state = state_of(new)
+        if state is not None:
+            remember(old, state)
     for name, module in engine.modules.items():
         if any(_contains(name, unit.name) for unit in units):
             engine.handles.extend(attach_hooks(engine, name, module))
@@ -42,21 +48,22 @@ def _contains(module: str, unit: str) -> bool:
     return module in ("", unit) or unit.startswith(f"{module}.")
 
 
-def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger) -> FlatState:
+def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger, initial: Initial) -> FlatState:
     plan, lanes = setup.plan, setup.lanes
     precision = Precision.of(spec.dtype, plan)
     layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
-    whole = _pack(model, spec, layout.numel)
-    if plan.initial == "rank0" and lanes.size > 1:
-        lanes.gather.broadcast(whole, 0, label=f"initial values of {spec.name}").wait()
     bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
     is_aliased = StateKind.PARAM not in plan.sharded and precision.compute == precision.master
-    owned = whole[slice(*bounds)]
-    if is_aliased:
-        full, master = whole, owned
+    is_new = all(param.name in initial.parts for param in spec.params)
+    if is_new and StateKind.PARAM in plan.sharded:
+        full, master = None, _pack_parts(model, spec, bounds, initial)
     else:
-        full = None if StateKind.PARAM in plan.sharded else whole.to(precision.compute)
-        master = owned.clone() if owned.numel() < whole.numel() else whole
+        whole = _pack(model, spec, layout.numel, initial)
+        if plan.initial == "rank0" and lanes.size > 1 and not is_new:
+            lanes.gather.broadcast(whole, 0, label=f"initial values of {spec.name}").wait()
+        full = None if StateKind.PARAM in plan.sharded else whole if is_aliased else whole.to(precision.compute)
+        owned = whole[slice(*bounds)]
+        master = owned if is_aliased or owned.numel() == whole.numel() else owned.clone()
     kind = Kind.PARAM if precision.compute == precision.master else Kind.MASTER
     ledger.add(kind, master.numel() * master.element_size())
     if full is not None:
@@ -68,14 +75,29 @@ def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger) -
     return state
 
 
-def _pack(model: nn.Module, spec: FlatSpec, numel: int) -> torch.Tensor:
+def _pack(model: nn.Module, spec: FlatSpec, numel: int, initial: Initial) -> torch.Tensor:
     """Copy parameters into one buffer."""
     first = model.get_parameter(spec.params[0].name)
     whole = torch.zeros(numel, dtype=spec.dtype, device=first.device)
     with torch.no_grad():
         for param in spec.params:
-            param.view(whole).copy_(model.get_parameter(param.name))
+            if param.name in initial.parts:
+                whole[param.offset : param.stop] = initial.parts.pop(param.name)
+            else:
+                param.view(whole).copy_(model.get_parameter(param.name))
     return whole
+
+
+def _pack_parts(model: nn.Module, spec: FlatSpec, bounds: tuple[int, int], initial: Initial) -> torch.Tensor:
+    """Put this rank's parts of new parameters into its shard."""
+    first = model.get_parameter(spec.params[0].name)
+    master = torch.zeros(bounds[1] - bounds[0], dtype=spec.dtype, device=first.device)
+    with torch.no_grad():
+        for piece in spec.segments(bounds):
+            part = initial.parts.pop(piece.param.name)
+            if piece.numel:
+                master[piece.start - bounds[0] : piece.stop - bounds[0]] = part
+    return master
 
 
 def _detach_originals(model: nn.Module, state: FlatState) -> None:
@@ -96,11 +118,11 @@ def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
         segment = nn.Parameter(flat.segment_view(piece), requires_grad=is_float)
         state = ParamState(spec, index, flat, engine, compute, list(_places(model, spec.names)), piece, segment)
         flat.params.append(state)
-        PARAM_STATES[compute] = state
-        PARAM_STATES[segment] = state
+        remember(compute, state)
+        remember(segment, state)
         if flat.has_face(engine.plan):
             state.face = Face(state)
-            PARAM_STATES[state.face] = state
+            remember(state.face, state)
             state.show(state.face)
         else:
             make_live(compute)
@@ -121,4 +143,9 @@ def check_devices(model: nn.Module, units: Sequence[Unit]) -> torch.device:
     if len(devices) > 1:
         places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
         raise UsageError(f"All sharded parameters must be on one device, but found {places}. Move the model, or ignore some.")
-    return next(iter(devices), torch.device("cpu"))
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    check_meta(model)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None else torch.device("cpu")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.core.plan import StateKind
+from shardwise.core.schedule import Entry
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState
@@ -58,6 +59,8 @@ class Backward:
             script = Script(schedule.phase(Point.PRE_BACKWARD) if self._is_sharded else ())
             self._engine.reducer.forget_cleared()
             self._pass = _Pass(script, self._engine.is_synced)
+            if self._pass.is_synced:
+                self._engine.reducer.begin(schedule.reduced_units)
             torch_private.at_end_of_backward(self._end)
         return self._pass
 
@@ -75,8 +78,17 @@ class Backward:
 
     def follow(self, unit: str) -> None:
         """Keep to the schedule's order of gathers on the way to a unit."""
-        passed, arrived = self.begin().script.arrive(unit)
-        self._executor.visit(passed, arrived)
+        running = self.begin()
+        passed, arrived = running.script.arrive(unit)
+        self._catch_up(passed, running)
+        self._executor.visit((), arrived)
+
+    def _catch_up(self, passed: Sequence[Entry], running: _Pass) -> None:
+        """Take part in the gathers of units that this rank has skipped, and do not hold up their reductions."""
+        self._executor.visit(passed, None)
+        for entry in passed:
+            if running.is_synced:
+                self._engine.reducer.mark_ready(entry.moment.unit)
 
     def adopt(self, unit: str) -> None:
         """Take over a lease that a call has held."""
@@ -133,13 +145,15 @@ class Backward:
         running, self._pass = self._pass, None
         if running is None:
             return
-        if self._is_sharded:
-            self._executor.visit(running.script.finish(), None)
+        self._catch_up(running.script.finish(), running)
         self.release_all()
         if running.num_grads == 0:
             return
-        self.moments = tuple(running.moments)
+        reduced = {moment.unit for moment in running.moments if moment.point is Point.POST_BACKWARD}
+        late = [name for name in self._executor.units if name not in reduced and self._engine.reducer.has_pending(name)]
+        self.moments = (*running.moments, *(Moment(Point.POST_BACKWARD, name) for name in reversed(late)))
         if running.is_synced:
+            self._engine.reducer.finish_order()
             self._engine.synchronize()
         else:
             self._engine.reducer.announce()

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.flat import PARAM_STATES, FlatState, ParamState
+from shardwise.runtime.flat import FlatState, ParamState, forget
 from shardwise.runtime.grads import RAW_GRAD, make_plain
 from shardwise.runtime.opened import Opened
 from shardwise.runtime.optimizer import states_of
@@ -39,7 +39,7 @@ def _restore_params(flat: FlatState, engine: Engine) -> None:
         state.opened = None
         if shown is None:
             continue
-        PARAM_STATES.pop(state.compute, None)
+        forget(state.compute)
         make_plain(state.compute)
         state.compute.data = shown.data.clone()
         RAW_GRAD.__set__(state.compute, shown.grad)
@@ -109,5 +109,3 @@ def _gather_elements(
         view.copy_(part)
     engine.executor.wait(comm.all_gather(line, cuts, label=label), "gather", state.flat.spec.unit)
     return line.as_strided(spec.shape, spec.stride)
-
-

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +17,18 @@ from shardwise.core.errors import DesyncError, NonFiniteError, ShardwiseError, U
 from shardwise.core.ledger import Kind, Ledger
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.schedule import Schedule, build_schedule
-from shardwise.core.trace import Point, Trace, assumed_trace
+from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
 from shardwise.core.unit import ROOT, Unit
 from shardwise.devices import torch_private
 from shardwise.runtime import digest
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import ParamState
+from shardwise.runtime.flat import ParamState, remember
 from shardwise.runtime.forward import Forward
 from shardwise.runtime.opened import Opened
-from shardwise.runtime.parameter import not_gathered
+from shardwise.runtime.parameter import Face, not_gathered
+from shardwise.runtime.recast import needs_recast, recast
 from shardwise.runtime.reducer import Reducer
 from shardwise.wire.comm import Lanes, gather_bytes
 
@@ -57,8 +59,7 @@ class Engine:
         self.ledger = ledger
         self.modules = dict(model.named_modules())
         self.executor = Executor(units, plan, lanes, ledger)
-        trained = [unit.unit.name for unit in units if unit.unit.is_trained]
-        self.reducer = Reducer(self.executor, setup.tree, trained[::-1])
+        self.reducer = Reducer(self.executor, setup.tree)
         self.forward = Forward(self)
         self.backward = Backward(self)
         self.digest = digest.Digest()
@@ -66,6 +67,7 @@ class Engine:
         self.is_synced = True
         self.num_nonfinite_steps = 0
         self.handles: list[Any] = []
+        self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
         self._num_skipped_in_a_row = 0
         self._nonfinite: dict[int, bool] = {}
@@ -119,11 +121,17 @@ class Engine:
         """A call from outside begins."""
         if self.backward.is_running and torch_private.graph_task() == -1:
             self.recover()
+        self.settle_casts()
         for opened in self.opened:
             opened.store_own_part()
         self._hook_params()
         if self.plan.buffers != "local" and self.lanes.size > 1 and module.training and torch.is_grad_enabled():
             self._sync_buffers(module)
+
+    def settle_casts(self) -> None:
+        """If the user has cast the model since the last step, follow."""
+        if any(needs_recast(unit) for unit in self.executor.units.values()):
+            recast(self.executor, self.plan)
 
     def _hook_params(self) -> None:
         for state in self.params:
@@ -170,6 +178,11 @@ class Engine:
 
     # What stand-ins ask
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a call of the model or a backward pass is under way."""
+        return self.forward.is_open or torch_private.graph_task() != -1
+
     def read(self, state: ParamState) -> torch.Tensor:
         """The values of a parameter: gathered on demand inside a call, else only where no collective is needed."""
         unit = self.executor.units[state.flat.spec.unit]
@@ -197,6 +210,14 @@ class Engine:
                 target.copy_(slice_of(values, state, target))
             if state.flat.full is not None:
                 state.spec.view(state.flat.full).copy_(values)
+
+    def cast(self, state: ParamState, dtype: torch.dtype) -> None:
+        """Show a parameter in another dtype. Its buffer follows at the next use, when the whole model has been cast."""
+        face = Face(state, dtype)
+        face.requires_grad_(state.resting.requires_grad)
+        state.face = face
+        remember(face, state)
+        state.show(face)
 
     def grad_norm(self, state: ParamState, power: float) -> torch.Tensor:
         """The norm of one reduced gradient over all ranks; from the last digest, or a new one if gradients have changed."""
@@ -226,8 +247,8 @@ class Engine:
     def synchronize(self) -> None:
         """Reduce what backward passes have accumulated, on all ranks alike, and draw up the digest."""
         used, counts, same_trace = self._compare_use()
-        for name in list(self.reducer.order):
-            while self.reducer.num_issued.get(name, 0) < counts.get(name, 0):
+        for name, count in reversed(counts.items()):
+            while self.reducer.num_issued[name] < count:
                 self.reducer.issue(name)
         self.reducer.complete_all()
         partly = [(state, ranks) for state, ranks in used if 0 < len(ranks) < self.lanes.size]
@@ -247,12 +268,9 @@ class Engine:
     def _compare_use(self) -> tuple[list[tuple[ParamState, list[int]]], dict[str, int], bool]:
         """Which ranks used which parameters, how often each unit must be reduced, and whether all saw the same moments."""
         reducer, params = self.reducer, self.params
-        for name in self.executor.units:
-            if name not in reducer.order and reducer.has_pending(name):
-                reducer.set_order([*reducer.order, name])
         pending = [state.index in state.flat.filled or id(state) in reducer.sent for state in params]
         names = list(self.executor.units)
-        goals = [reducer.num_issued.get(name, 0) + reducer.has_pending(name) for name in names]
+        goals = [reducer.num_issued[name] + reducer.has_pending(name) for name in names]
         moments = repr((self.forward.last_entry, self.forward.recorded.get(self.forward.last_entry), self.backward.moments))
         trace_hash = zlib.crc32(moments.encode())
         mine = torch.tensor([*pending, *goals, *trace_hash.to_bytes(4, "little")], dtype=torch.uint8)
@@ -263,9 +281,6 @@ class Engine:
         used = [(state, [rank for rank, row in enumerate(rows) if row[at]]) for at, state in enumerate(params)]
         at = len(params)
         counts = {name: max(row[at + place] for row in rows) for place, name in enumerate(names)}
-        for name, count in counts.items():
-            if count and name not in reducer.order:
-                reducer.set_order([*reducer.order, name])
         return used, counts, len({tuple(row[-4:]) for row in rows}) == 1
 
     def _raise_unused(self, state: ParamState, ranks: Sequence[int]) -> None:
@@ -286,7 +301,9 @@ class Engine:
         if handle.result is None or bool((handle.result == handle.result[0]).all()):
             return
         payload = "\n".join(op for log in logs for op in log.latest).encode()
-        logs_of = [text.decode().split("\n") for text in gather_bytes(self.lanes.gather, payload, label="the order of collectives")]
+        logs_of = [
+            text.decode().split("\n") for text in gather_bytes(self.lanes.gather, payload, label="the order of collectives")
+        ]
         self.reducer.abandon()
         for log in logs:
             log.reset()
@@ -301,7 +318,6 @@ class Engine:
         trace = Trace(forward, self.backward.moments, "recorded")
         if trace != self.trace_of(entry):
             self.use_trace(entry, trace)
-        self.reducer.set_order(trace.visits(Point.POST_BACKWARD))
 
     # Updates
 
@@ -309,6 +325,7 @@ class Engine:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
+        self.settle_casts()
         if self.backward.is_running:
             self.recover()
         if any(self.reducer.has_pending(name) for name in self.executor.units):
@@ -340,14 +357,16 @@ class Engine:
 
 
 class _TakeGrad:
-    """A hook on a user's parameter."""
+    """A hook on a user's parameter. It keeps nothing alive: cycles through tensors are never freed."""
 
     def __init__(self, engine: Engine, state: ParamState) -> None:
-        self._engine = engine
-        self._state = state
+        self._engine = weakref.ref(engine)
+        self._state = weakref.ref(state)
 
     def __call__(self, param: torch.Tensor) -> None:
-        self._engine.backward.take_grad(self._state)
+        engine, state = self._engine(), self._state()
+        if engine is not None and state is not None:
+            engine.backward.take_grad(state)
 
 
 def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> torch.Tensor:

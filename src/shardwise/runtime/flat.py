@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.unit import FlatSpec, ParamSpec, Segment
@@ -45,12 +47,21 @@ class Host(Protocol):
     plan: Plan
     layout_kind: str
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a call of the model or a backward pass is under way."""
+        ...
+
     def read(self, state: ParamState) -> torch.Tensor:
         """The full values of a parameter, where they are present or may be gathered; else NotGatheredError."""
         ...
 
     def write(self, state: ParamState, values: torch.Tensor) -> None:
         """Overwrite a parameter with full values that every rank has."""
+        ...
+
+    def cast(self, state: ParamState, dtype: torch.dtype) -> None:
+        """Show a parameter in another dtype from now on."""
         ...
 
     def grad_norm(self, state: ParamState, power: float) -> torch.Tensor:
@@ -145,13 +156,37 @@ class FlatState:
             state.compute.data = nothing.expand(state.spec.shape)
 
 
-PARAM_STATES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Finds the state of a parameter from any of its objects: the user's own, the stand-in, the optimizer's segment."""
+_STATES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Leads from any object of a parameter to its state, and keeps neither alive: hooks on the model's modules keep the engine."""
+
+
+class Standing:
+    """Mixed into stand-ins: they lead to a parameter's state without keeping it, since cycles through tensors are never freed."""
+
+    _state: weakref.ref[ParamState]
+
+    @property
+    def state(self) -> ParamState:
+        """The parameter that this stands for."""
+        state = self._state()
+        if state is None:
+            raise ShardwiseError("The sharded model that this belongs to is gone.")
+        return state
+
+
+def remember(tensor: torch.Tensor, state: ParamState) -> None:
+    """Note that a tensor stands for a parameter: the user's own, a stand-in, or the optimizer's segment."""
+    _STATES[tensor] = weakref.ref(state)
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Note that a tensor stands for itself again."""
+    _STATES.pop(tensor, None)
 
 
 def state_of(tensor: object) -> ParamState | None:
     """The state of a parameter that belongs to a sharded model, or None."""
     if not isinstance(tensor, torch.Tensor):
         return None
-    state = PARAM_STATES.get(tensor)
-    return state if isinstance(state, ParamState) else None
+    reference = _STATES.get(tensor)
+    return None if reference is None else reference()

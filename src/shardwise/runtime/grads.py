@@ -6,6 +6,7 @@ acts on this rank's part; reading values is possible where this rank has all of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,25 +15,24 @@ from torch import nn
 
 from shardwise.core.errors import NotGatheredError, UsageError
 from shardwise.devices import torch_private
-from shardwise.runtime.flat import GradBuffer, ParamState, state_of
+from shardwise.runtime.flat import GradBuffer, ParamState, Standing, state_of
 
-RAW_GRAD = torch.Tensor.grad
+RAW_GRAD: Any = torch.Tensor.grad
 """The attribute that autograd itself writes, under whatever property a subclass puts over it."""
 
 aten = torch.ops.aten
 
 
-class GradFace(torch.Tensor):
+class GradFace(Standing, torch.Tensor):
     """A gradient that was reduced over all ranks, or is still being accumulated on this one."""
 
-    state: ParamState
     buffer: GradBuffer | None
 
     @staticmethod
     def __new__(cls, state: ParamState, buffer: GradBuffer | None, like: torch.Tensor) -> GradFace:
         """Stand for a parameter's gradient, in the form of ``like``."""
         face: GradFace = torch_private.wrapper(cls, state.segment, like.shape, like.stride(), dtype=state.spec.dtype)
-        face.state = state
+        face._state = weakref.ref(state)
         face.buffer = buffer
         return face
 
@@ -69,9 +69,7 @@ class GradFace(torch.Tensor):
         return self.full().clone()
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Serve an operation from what is known on every rank, or from this rank's part."""
         handler = _HANDLERS.get(func) or _HANDLERS.get(func.overloadpacket)
         if handler is not None:
@@ -202,7 +200,9 @@ def assign_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
         state.segment.grad = None if value is None else GradFace(state, value.buffer, state.segment)
         return
     if value.shape != param.shape:
-        raise UsageError(f"The gradient of '{state.spec.name}' must have shape {tuple(param.shape)} but got {tuple(value.shape)}.")
+        raise UsageError(
+            f"The gradient of '{state.spec.name}' must have shape {tuple(param.shape)} but got {tuple(value.shape)}."
+        )
     buffer = GradBuffer(value.new_zeros(state.flat.master.numel(), dtype=state.flat.precision.reduce), state.flat.bounds[0])
     face = GradFace(state, buffer, state.segment)
     whole = state.spec.view(value.new_zeros(state.flat.layout.numel))

@@ -96,7 +96,9 @@ class Opened:
         # Hold on to the form alone: a late reference to the opened parameter must not read a reused buffer.
         grad = opened.grad
         if self._is_borrowed:
-            opened.data = opened.data.new_full((), float("nan")).expand(state.spec.shape) if opened.is_floating_point() else opened.data
+            opened.data = (
+                opened.data.new_full((), float("nan")).expand(state.spec.shape) if opened.is_floating_point() else opened.data
+            )
         held = state.segment.grad
         if grad is None:
             if isinstance(held, GradFace):

@@ -96,7 +96,9 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
     return [host for host in hosts.values() if isinstance(host, Engine)]
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     binding = adopt(optimizer)
     if binding is None:
         return None

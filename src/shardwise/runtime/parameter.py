@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.core.errors import NotGatheredError
+from shardwise.core.errors import NotGatheredError, UsageError
 from shardwise.devices import torch_private
-from shardwise.runtime.flat import ParamState
+from shardwise.runtime.flat import ParamState, Standing
 from shardwise.runtime.grads import assign_grad, visible_grad
 
 _FORM_ATTRIBUTES = (
@@ -26,7 +27,7 @@ _FORM_METHODS = (
 
 def _form_functions() -> set[Any]:
     """Functions that need the form of a tensor only, as ``__torch_function__`` names them."""
-    functions: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type}
+    functions: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel, torch_private.SHALLOW_COPY_CHECK}
     for name in _FORM_ATTRIBUTES:
         if hasattr(torch.Tensor, name):
             functions.add(getattr(torch.Tensor, name).__get__)
@@ -38,29 +39,27 @@ def _form_functions() -> set[Any]:
 _FORM = _form_functions()
 
 
-class Face(nn.Parameter):
+class Face(Standing, nn.Parameter):
     """A parameter whose values are elsewhere: sharded over the ranks, or held in another dtype.
 
     Inside a call of the model that owns it, reading it gathers its unit; elsewhere reading raises ``NotGatheredError``.
     """
 
-    state: ParamState
-
     @staticmethod
-    def __new__(cls, state: ParamState) -> Face:  # type: ignore[misc]
-        """Stand for a parameter."""
+    def __new__(cls, state: ParamState, dtype: torch.dtype | None = None) -> Face:  # type: ignore[misc]
+        """Stand for a parameter, in its own dtype or in one that it is to be cast to."""
         face: Face = torch_private.wrapper(
             cls,
             state.segment,
             state.spec.shape,
             state.spec.stride,
-            dtype=state.spec.dtype,
+            dtype=dtype or state.spec.dtype,
             requires_grad=state.compute.requires_grad,
         )
-        face.state = state
+        face._state = weakref.ref(state)
         return face
 
-    def __init__(self, state: ParamState) -> None:
+    def __init__(self, state: ParamState, dtype: torch.dtype | None = None) -> None:
         # nn.Parameter has no initialiser of its own: all is done in __new__.
         pass
 
@@ -83,6 +82,11 @@ class Face(nn.Parameter):
         if func is torch.autograd.grad:
             args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.compute, (tuple(args), kwargs))
             return func(*args, **kwargs)
+        if func in _CASTS:
+            return _cast(func, args, kwargs)
+        if func == _SET_DATA and isinstance(args[1], Face):
+            args[0].state.host.cast(args[0].state, args[1].dtype)
+            return None
         if func is torch.Tensor.copy_ and isinstance(args[0], Face) and not isinstance(args[1], Face):
             args[0].state.host.write(args[0].state, args[1])
             return args[0]
@@ -94,7 +98,9 @@ class Face(nn.Parameter):
         """The last guard: whatever reaches a face below Python reads or returns real values."""
         if func is torch.ops.aten.detach.default:
             return args[0].state.host.read(args[0].state).detach()
-        args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.host.read(face.state), (tuple(args), kwargs or {}))
+        args, kwargs = torch_private.map_tensors(
+            Face, lambda face: face.state.host.read(face.state), (tuple(args), kwargs or {})
+        )
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:
@@ -107,6 +113,28 @@ class Face(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.state.host.read(self.state).detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+_CASTS = {getattr(torch.Tensor, name) for name in ("to", "double", "float", "half", "bfloat16", "cpu", "cuda", "type")}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A cast of a whole module reaches its faces: answer with a face of the new dtype. Inside a call, cast the values."""
+    face = args[0]
+    state = face.state
+    if state.host.is_computing:
+        return func(state.host.read(state), *args[1:], **kwargs)
+    probe = func(torch.empty(0, dtype=face.dtype, device=face.device), *args[1:], **kwargs)
+    if probe.device != face.device:
+        raise UsageError(
+            f"A sharded model stays on its device: '{state.spec.name}' cannot go from {face.device} to {probe.device}. "
+            "Move the model before shardwise.shard."
+        )
+    if probe.dtype == face.dtype:
+        return face
+    with torch_private.without_torch_function():
+        return Face(state, probe.dtype)
 
 
 def not_gathered(state: ParamState) -> NotGatheredError:

@@ -26,6 +26,11 @@ class Reduction:
     size: int
     sum: torch.Tensor | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether ``finish`` would not wait."""
+        return self.sum is not None or self.handle.is_done
+
     def finish(self) -> tuple[torch.Tensor, float]:
         """The sum over all ranks of the elements that this rank owns, and the seconds waited."""
         waited_seconds = self.handle.wait()

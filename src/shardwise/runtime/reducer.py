@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +16,7 @@ from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import FlatState, GradBuffer, ParamState
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.reduce import Reduction, begin_reduction
-
-IN_FLIGHT_LIMIT = 2
-"""Units whose reductions are under way at once. A fixed number, so that all ranks complete them in the same order."""
+from shardwise.wire.comm import Handle
 
 
 @dataclass(eq=False)
@@ -30,17 +28,22 @@ class _InFlight:
 
 
 class Reducer:
-    """Owns the full local gradients of one model, and the order in which its units are reduced."""
+    """Owns the full local gradients of one model, and the order in which its units are reduced.
 
-    def __init__(self, executor: Executor, tree: Tree, trained: Sequence[str]) -> None:
+    Units are issued strictly in the order that was agreed, each when it and all before it are ready, and the rest at the end of
+    the backward. Nothing waits for other ranks before that end: a rank that skips a unit could otherwise not catch up.
+    """
+
+    def __init__(self, executor: Executor, tree: Tree) -> None:
         self._executor = executor
         self._tree = tree
-        self.order: list[str] = list(trained)
-        self.num_issued: dict[str, int] = dict.fromkeys(self.order, 0)
+        self._order: tuple[str, ...] = ()
         self._next = 0
         self._ready: set[str] = set()
         self._in_flight: deque[list[_InFlight]] = deque()
+        self._regathers: list[tuple[str, Handle]] = []
         self._completed: list[tuple[FlatState, GradBuffer]] = []
+        self.num_issued: Counter[str] = Counter()
         self.sent: set[int] = set()
 
     def accumulate(self, state: ParamState, grad: torch.Tensor, weight: float) -> None:
@@ -67,12 +70,26 @@ class Reducer:
         self._executor.ledger.add(Kind.FULL_GRAD, flat.layout.numel * flat.precision.reduce.itemsize)
         return torch.zeros(flat.layout.numel, dtype=flat.precision.reduce, device=flat.master.device)
 
+    def begin(self, order: Sequence[str]) -> None:
+        """A backward begins whose units are ready in an order that all ranks expect."""
+        self._order = tuple(order)
+        self._next = 0
+        self._ready.clear()
+
     def mark_ready(self, name: str) -> None:
-        """All gradients of a unit are in. Reductions are issued in the common order, as far as they are ready."""
+        """All gradients of a unit are in, or it was skipped. Issue what is ready, in the common order."""
         self._ready.add(name)
-        while self._next < len(self.order) and self.order[self._next] in self._ready:
-            self.issue(self.order[self._next])
-            self._next += 1
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            self._issue_next()
+
+    def finish_order(self) -> None:
+        """The backward has ended: issue what is left of the common order."""
+        while self._next < len(self._order):
+            self._issue_next()
+
+    def _issue_next(self) -> None:
+        self._next += 1
+        self.issue(self._order[self._next - 1])
 
     def has_pending(self, name: str) -> bool:
         """Whether a unit has local gradients that were not sent."""
@@ -80,10 +97,10 @@ class Reducer:
 
     def issue(self, name: str) -> None:
         """Begin the reduction of one unit, with zeros where this rank has no gradients."""
-        while len(self._in_flight) >= IN_FLIGHT_LIMIT:
+        while self._in_flight and all(item.reduction.is_done for item in self._in_flight[0]):
             self._complete(self._in_flight.popleft())
         self._executor.reduce_log.add(f"reduce {name}")
-        self.num_issued[name] = self.num_issued.get(name, 0) + 1
+        self.num_issued[name] += 1
         batch = []
         for flat in self._trained_flats(self._executor.units[name]):
             local = flat.local if flat.local is not None else self._new_local(flat)
@@ -115,10 +132,9 @@ class Reducer:
                     values[low:high].copy_(total)
                 self._executor.ledger.add(Kind.FULL_GRAD, -values.numel() * values.element_size())
             if StateKind.OPTIM not in plan.sharded:
-                self._executor.reduce_log.add(f"gather gradients {item.name}")
                 label = f"reduced gradients of '{item.name or '(root)'}'"
-                gathered = self._executor.lanes.reduce.all_gather(values, flat.layout.cuts, label=label)
-                self._executor.wait(gathered, "gather gradients", item.name)
+                regather = self._executor.lanes.regather.all_gather(values, flat.layout.cuts, label=label)
+                self._regathers.append((item.name, regather))
             self._completed.append((flat, self._new_buffer(values, start)))
 
     def _new_buffer(self, values: torch.Tensor, start: int) -> GradBuffer:
@@ -132,6 +148,9 @@ class Reducer:
         """Wait for all reductions under way."""
         while self._in_flight:
             self._complete(self._in_flight.popleft())
+        for name, handle in self._regathers:
+            self._executor.wait(handle, "gather gradients", name)
+        self._regathers.clear()
 
     def install(self, is_used: Callable[[ParamState], bool]) -> None:
         """Show reduced gradients to model and optimizer: added to earlier ones, and only where some rank had one."""
@@ -178,17 +197,10 @@ class Reducer:
         flat.filled.clear()
 
     def begin_cycle(self) -> None:
-        """All is reduced: the next backward begins at the head of the order."""
-        self._next = 0
-        self._ready.clear()
+        """All is reduced: nothing was sent of what comes next."""
+        self.begin(())
         self.sent.clear()
-        self.num_issued = dict.fromkeys(self.order, 0)
-
-    def set_order(self, order: Sequence[str]) -> None:
-        """Take a common order in which units are ready; units that it does not name follow."""
-        known = [name for name in order if name in self._executor.units]
-        self.order = list(dict.fromkeys([*known, *self.order]))
-        self.num_issued = {name: self.num_issued.get(name, 0) for name in self.order}
+        self.num_issued.clear()
 
     def abandon(self) -> None:
         """After a failure: wait for what is under way, and drop it together with what was accumulated."""

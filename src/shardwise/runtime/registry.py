@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -9,29 +10,32 @@ from torch import nn
 from shardwise.core.errors import UsageError
 from shardwise.runtime.engine import Engine
 
-_ENGINES: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+_ENGINES: WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = WeakKeyDictionary()
 
 
 def register(engine: Engine) -> None:
     """Note a sharded model and all of its modules."""
     for module in engine.modules.values():
-        _ENGINES[module] = engine
+        _ENGINES[module] = weakref.ref(engine)
+    engine.closer = weakref.finalize(engine, engine.lanes.release)
 
 
 def unregister(engine: Engine) -> None:
     """Forget a model."""
     for module in engine.modules.values():
         _ENGINES.pop(module, None)
+    engine.closer()
 
 
 def find_engine(module: nn.Module) -> Engine | None:
     """The engine of a sharded model, asked by the model or one of its modules."""
-    return _ENGINES.get(module)
+    reference = _ENGINES.get(module)
+    return None if reference is None else reference()
 
 
 def engine_of(module: nn.Module) -> Engine:
     """The same, but it must be there."""
-    engine = _ENGINES.get(module)
+    engine = find_engine(module)
     if engine is None:
         raise UsageError(f"This {type(module).__name__} is not sharded. Call shardwise.shard(model, optimizer) first.")
     return engine

@@ -23,7 +23,13 @@ class Handle:
     num_messages: int = 0
     result: torch.Tensor | None = None
     _finish: Callable[[], None] | None = None
+    _poll: Callable[[], bool] | None = None
     _keep: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._finish is None or (self._poll is not None and self._poll())
 
     def wait(self) -> float:
         """Block until the buffers are ready; returns the seconds waited."""
@@ -71,11 +77,16 @@ class Comm(Protocol):
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of one engine: gathers of parameters, and reductions of gradients, each in an order of its own."""
+    """The lanes of one engine, each with an order of its own: parameters, reductions of gradients, reduced gradients.
+
+    ``release`` hands them back when the engine is gone.
+    """
 
     gather: Comm
     reduce: Comm
+    regather: Comm
     hosts: tuple[str, ...]
+    release: Callable[[], None] = lambda: None
 
     @property
     def rank(self) -> int:

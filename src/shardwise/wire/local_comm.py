@@ -46,7 +46,7 @@ class SoloComm:
 
 def solo_lanes() -> Lanes:
     """The lanes of a world of one."""
-    return Lanes(SoloComm(), SoloComm(), ("local",))
+    return Lanes(SoloComm(), SoloComm(), SoloComm(), ("local",))
 
 
 @dataclass
@@ -206,14 +206,14 @@ class ThreadWorld:
 
     def run(self, main: Callable[[Lanes], Result]) -> list[Result]:
         """Run ``main`` as every rank; returns the results by rank, or raises the first error with its rank named."""
-        lanes = [_Lane(self.size, self._timeout_seconds) for _ in range(2)]
+        lanes = [_Lane(self.size, self._timeout_seconds) for _ in range(3)]
         results: dict[int, Result] = {}
         errors: dict[int, BaseException] = {}
 
         def run_rank(rank: int) -> None:
-            gather, reduce = (ThreadComm(rank, self.size, lane) for lane in lanes)
+            gather, reduce, regather = (ThreadComm(rank, self.size, lane) for lane in lanes)
             try:
-                results[rank] = main(Lanes(gather, reduce, ("local",) * self.size))
+                results[rank] = main(Lanes(gather, reduce, regather, ("local",) * self.size))
             except BaseException as error:
                 errors[rank] = error
                 for lane in lanes:

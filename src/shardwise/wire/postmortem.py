@@ -45,7 +45,9 @@ class PostMortem:
             )
         if len(set(reports.values())) > 1:
             places = "; ".join(f"rank {rank} was in {reports[rank]}" for rank in sorted(reports))
-            return DesyncError(f"Ranks ran different collectives: {places}. Every rank must run the same modules in the same order.")
+            return DesyncError(
+                f"Ranks ran different collectives: {places}. Every rank must run the same modules in the same order."
+            )
         return RankLostError(f"{where} failed on every rank: {_first_line(error)}.")
 
     def _collect(self, where: str) -> dict[int, str]:

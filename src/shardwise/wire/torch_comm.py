@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.devices import torch_private
-from shardwise.wire.comm import Comm, Handle, Lanes, gather_bytes
+from shardwise.wire.comm import Handle, Lanes, gather_bytes
 from shardwise.wire.postmortem import PostMortem
 
 BROADCAST_LIMIT = 8
@@ -35,6 +35,7 @@ class TorchComm:
         self._group = group
         self._device = device
         self._post_mortem = post_mortem
+        self.has_failed = False
         self._ranks = dist.get_process_group_ranks(group)
         self._broadcasts = dist.get_backend(group) == "gloo" and self.size <= BROADCAST_LIMIT
 
@@ -141,6 +142,7 @@ class TorchComm:
         try:
             call = begin()
         except RuntimeError as error:
+            self.has_failed = True
             raise self._post_mortem.explain(where, error) from error
 
         def finish() -> None:
@@ -148,24 +150,78 @@ class TorchComm:
                 for work in call.works:
                     work.wait()
             except RuntimeError as error:
+                self.has_failed = True
                 raise self._post_mortem.explain(where, error) from error
             if call.finish is not None:
                 call.finish()
 
-        return Handle(op, wire_bytes, num_messages, result, finish, () if keep is None else (keep,))
+        def poll() -> bool:
+            return all(work.is_completed() for work in call.works)
+
+        return Handle(op, wire_bytes, num_messages, result, finish, poll, () if keep is None else (keep,))
+
+
+@dataclass
+class _Set:
+    """Three lanes that one engine after the other may use."""
+
+    comms: list[TorchComm]
+    hosts: tuple[str, ...]
+    is_free: bool = False
+
+    def release(self) -> None:
+        """Nobody uses these lanes any more. Those that have failed are not used again."""
+        self.is_free = not any(comm.has_failed for comm in self.comms)
+
+
+class _Sets:
+    """All lanes that were made over the process group in force. Groups cost threads and sockets, so they are used again."""
+
+    def __init__(self) -> None:
+        self._world: object = None
+        self._sets: dict[tuple[object, ...], list[_Set]] = {}
+
+    def of(self, key: tuple[object, ...]) -> list[_Set]:
+        """The lanes over certain ranks with a certain deadline; none of them outlives the default process group."""
+        if self._world is not dist.group.WORLD:
+            self._world = dist.group.WORLD
+            self._sets.clear()
+        return self._sets.setdefault(key, [])
+
+
+_SETS = _Sets()
 
 
 def torch_lanes(group: dist.ProcessGroup | None, device: torch.device, deadline: timedelta | None) -> Lanes:
-    """Make the lanes of one engine over the ranks of ``group`` (all ranks, if None). Called by all of these ranks."""
+    """The lanes of one engine over the ranks of ``group`` (all ranks, if None). Called by all of these ranks."""
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     timeout = deadline or torch_private.group_timeout(group)
-    comms: list[Comm] = []
-    for _ in range(2):
+    sets = _SETS.of((tuple(ranks), timeout, device.type))
+    chosen = _agree_on_free(sets, group, device)
+    if chosen is None:
+        chosen = _new_set(group, ranks, device, timeout)
+        sets.append(chosen)
+    chosen.is_free = False
+    return Lanes(*chosen.comms, hosts=chosen.hosts, release=chosen.release)
+
+
+def _agree_on_free(sets: list[_Set], group: dist.ProcessGroup | None, device: torch.device) -> _Set | None:
+    """The first lanes that are free on every rank: garbage is collected at different times."""
+    if not sets:
+        return None
+    free = torch.tensor([int(each.is_free) for each in sets], device=device)
+    dist.all_reduce(free, dist.ReduceOp.MIN, group=group)
+    return next((each for each, is_free in zip(sets, free.tolist(), strict=True) if is_free), None)
+
+
+def _new_set(group: dist.ProcessGroup | None, ranks: list[int], device: torch.device, timeout: timedelta) -> _Set:
+    comms = []
+    for _ in range(3):
         lane = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
         post_mortem = PostMortem(torch_private.default_store(), dist.get_rank(lane), len(ranks), timeout, _group_key(ranks))
         comms.append(TorchComm(lane, device, post_mortem))
     names = gather_bytes(comms[0], socket.gethostname().encode(), label="host names")
-    return Lanes(comms[0], comms[1], tuple(name.decode() for name in names))
+    return _Set(comms, tuple(name.decode() for name in names))
 
 
 def _group_key(ranks: Sequence[int]) -> str:

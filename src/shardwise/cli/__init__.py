@@ -1,0 +1,1 @@
+"""The command line: one file a command. Environment variables are read here and nowhere else."""

@@ -1,0 +1,60 @@
+"""``shardwise run``: any script, as many ranks on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from shardwise.cli.exits import ExitCode
+from shardwise.cli.launch import launch
+from shardwise.cli.parsing import Commands, Parser, add_command, add_ranks
+from shardwise.core.errors import UsageError
+
+_EXAMPLE = """\
+shardwise run --ranks 4 train.py --learning-rate 3e-4
+shardwise run --ranks 4 -m package.train --learning-rate 3e-4"""
+
+
+def add_to(commands: Commands[Parser]) -> None:
+    """Add the command to the parser of all commands."""
+    summary = "run a script or module as many ranks on this machine, as torchrun does"
+    parser = add_command(commands, "run", execute, summary=summary, example=_EXAMPLE)
+    parser.usage = "shardwise run [-h] [--debug] [--ranks N] [-m] SCRIPT [ARGUMENT ...]"
+    add_ranks(parser)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="passed on to the script")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.is_module:
+        _check_module(args.script)
+    else:
+        _check_script(args.script)
+    target = ["-m", args.script] if args.is_module else [args.script]
+    # -u: a rank that is killed would take the lines of its buffer with it.
+    launch([sys.executable, "-u", *target, *args.arguments], args.ranks, pass_signal=True, is_debug=args.debug)
+    return ExitCode.DONE
+
+
+def _check_script(script: str) -> None:
+    path = Path(script)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UsageError(f"{script} is a directory without __main__.py. Name a Python file, or a module with -m.")
+    if not path.exists():
+        raise UsageError(f"There is no script {script}. Give its path, or -m and the name of a module.")
+
+
+def _check_module(name: str) -> None:
+    # As `python -m` does in the ranks.
+    sys.path.insert(0, os.getcwd())
+    try:
+        is_found = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        is_found = False
+    if not is_found:
+        raise UsageError(f"There is no module {name} in the current directory or on Python's path.")

@@ -1,0 +1,82 @@
+"""Casts after sharding, such as ``model.double()``: buffers that no longer have their parameters' dtype are built anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shardwise.core.errors import UsageError
+from shardwise.core.plan import Plan
+from shardwise.core.unit import Segment
+from shardwise.devices import torch_private
+from shardwise.runtime.executor import Executor, UnitState
+from shardwise.runtime.flat import FlatState, GradBuffer, Precision
+from shardwise.runtime.grads import GradFace
+
+
+def recast(executor: Executor, plan: Plan) -> None:
+    """Bring all buffers in line with the parameters that users see."""
+    for unit in executor.units.values():
+        changed = [_recast_flat(flat, plan) for flat in unit.flats]
+        if any(changed):
+            unit.unit = replace(unit.unit, flats=tuple(flat.spec for flat in unit.flats))
+
+
+def needs_recast(unit: UnitState) -> bool:
+    """Whether a user has cast parameters of a unit, or put other memory under them."""
+    for flat in unit.flats:
+        for state in flat.params:
+            if state.resting.dtype != (state.spec.dtype if state.face is not None else flat.precision.compute):
+                return True
+            if flat.is_aliased and flat.full is not None and not _is_inside(state.compute, flat.full):
+                return True
+    return False
+
+
+def _is_inside(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or torch_private.storage_key(tensor) == torch_private.storage_key(buffer)
+
+
+def _recast_flat(flat: FlatState, plan: Plan) -> bool:
+    dtypes = {state.resting.dtype for state in flat.params}
+    if len(dtypes) > 1:
+        names = [f"'{state.spec.name}' is {state.resting.dtype}" for state in flat.params]
+        raise UsageError(
+            f"Parameters that travel together were cast to different dtypes: {names[0]}, {names[-1]}. Cast the whole model, or "
+            "cast parts before shardwise.shard."
+        )
+    (dtype,) = dtypes
+    is_detached = flat.is_aliased and flat.full is not None and any(not _is_inside(s.compute, flat.full) for s in flat.params)
+    if dtype == flat.spec.dtype and not is_detached:
+        return False
+    _rebuild(flat, dtype, plan)
+    return True
+
+
+def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
+    if flat.is_aliased and flat.full is not None:
+        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.master.device)
+        for state in flat.params:
+            state.spec.view(whole).copy_(state.compute.data)
+        flat.full, flat.master = whole, whole[slice(*flat.bounds)]
+    else:
+        flat.master = flat.master.to(dtype)
+    params = tuple(replace(param, dtype=dtype) for param in flat.spec.params)
+    flat.spec = replace(flat.spec, dtype=dtype, params=params)
+    flat.precision = Precision.of(dtype, plan)
+    if flat.full is not None and not flat.is_aliased:
+        flat.full = flat.full.to(flat.precision.compute)
+    for state, spec in zip(flat.params, params, strict=True):
+        grad, state.segment.grad = state.segment.grad, None
+        state.spec, state.piece = spec, Segment(spec, state.piece.start, state.piece.stop)
+        state.segment.data = flat.segment_view(state.piece)
+        if isinstance(grad, GradFace):
+            buffer = (
+                None if grad.buffer is None else GradBuffer(grad.buffer.values.to(flat.precision.reduce), grad.buffer.start)
+            )
+            state.segment.grad = GradFace(state, buffer, state.segment)
+    if flat.full is not None:
+        flat.point_to(flat.full)
+    else:
+        flat.point_away()

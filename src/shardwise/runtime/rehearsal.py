@@ -1,0 +1,139 @@
+"""A forward on fake tensors: the order of a step's moments, before anything is allocated or sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.core.trace import Moment, Point, Trace, mirror
+from shardwise.core.unit import Unit
+from shardwise.devices import torch_private
+
+_log = logging.getLogger("shardwise")
+
+
+@dataclass
+class Rehearsal:
+    """What a forward on fake tensors showed: the trace, and units that are read in calls of modules that do not hold them."""
+
+    trace: Trace
+    also_opened: list[tuple[str, str]]
+
+
+@dataclass
+class _Recorder:
+    """Open calls, and the moments they bring."""
+
+    units: set[str]
+    open_calls: list[str] = field(default_factory=list)
+    open_units: list[list[str]] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    also_opened: list[tuple[str, str]] = field(default_factory=list)
+
+    def enter(self, name: str) -> None:
+        self.open_calls.append(name)
+        self.open_units.append([])
+        if name in self.units:
+            self._open(name)
+        for unit in [unit for module, unit in self.also_opened if module == name]:
+            self._open(unit)
+
+    def _open(self, unit: str) -> None:
+        self.moments.append(Moment(Point.PRE_FORWARD, unit))
+        self.open_units[-1].append(unit)
+
+    def leave(self) -> None:
+        self.open_calls.pop()
+        for unit in reversed(self.open_units.pop()):
+            self.moments.append(Moment(Point.POST_FORWARD, unit))
+
+    def read(self, unit: str) -> None:
+        if self.open_calls and not any(unit in opened for opened in self.open_units):
+            self.also_opened.append((self.open_calls[-1], unit))
+            self._open(unit)
+
+
+class _Reads(TorchFunctionMode):
+    """Sees which parameters operations read."""
+
+    def __init__(self, recorder: _Recorder, unit_of: dict[int, str]) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._unit_of = unit_of
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def look(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in self._unit_of:
+                self._recorder.read(self._unit_of[id(tensor)])
+            return tensor
+
+        torch_private.map_tensors(torch.Tensor, look, (tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def rehearse(model: nn.Module, units: Sequence[Unit], example: Any) -> Rehearsal | None:
+    """Run a plain model once on fake tensors. Returns None where that cannot work: then the first step is recorded."""
+    args, kwargs = _as_call(example)
+    recorder = _Recorder({unit.name for unit in units})
+    mode = torch_private.fake_tensor_mode()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            unit_of = stack.enter_context(_fake_values(model, units, mode))
+            for name, module in model.named_modules():
+                stack.callback(module.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name)).remove)  # type: ignore[misc]
+                stack.callback(module.register_forward_hook(lambda *_: recorder.leave(), always_call=True).remove)
+            fake_args, fake_kwargs = torch_private.map_tensors(torch.Tensor, mode.from_tensor, (args, kwargs))
+            stack.enter_context(mode)
+            stack.enter_context(_Reads(recorder, unit_of))
+            model(*fake_args, **fake_kwargs)
+    except Exception as error:  # Whatever user code does with values that are not there.
+        _log.info("The model cannot run on fake tensors (%s); its first step is recorded instead.", error)
+        return None
+    return Rehearsal(Trace(tuple(recorder.moments), mirror(recorder.moments), "fake"), recorder.also_opened)
+
+
+def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
+
+
+@contextmanager
+def _fake_values(model: nn.Module, units: Sequence[Unit], mode: Any) -> Iterator[dict[int, str]]:
+    """Put fake tensors in the places of parameters and buffers, and everything that a forward may set back afterwards."""
+    modules = list(model.modules())
+    before = [{key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()} for m in modules]
+    unit_of: dict[int, str] = {}
+    unit_by_name = {name: unit.name for unit in units for param in unit.params for name in param.names}
+    fakes: dict[int, torch.Tensor] = {}
+    try:
+        for prefix, module in model.named_modules():
+            for key, param in list(module._parameters.items()):
+                if param is not None:
+                    fake = fakes.setdefault(id(param), mode.from_tensor(param))
+                    module._parameters[key] = fake  # type: ignore[assignment]
+                    name = f"{prefix}.{key}" if prefix else key
+                    if name in unit_by_name:
+                        unit_of[id(fake)] = unit_by_name[name]
+            for key, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[key] = fakes.setdefault(id(buffer), mode.from_tensor(buffer))
+        yield unit_of
+    finally:
+        for module, state in zip(modules, before, strict=True):
+            for key in set(vars(module)) - set(state):
+                del module.__dict__[key]
+            for key, value in state.items():
+                if isinstance(value, dict) and isinstance(vars(module).get(key), dict):
+                    module.__dict__[key].clear()
+                    module.__dict__[key].update(value)
+                else:
+                    module.__dict__[key] = value
