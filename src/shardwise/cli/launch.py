@@ -114,6 +114,8 @@ def _ending_ranks(pass_signal: bool) -> Iterator[None]:
     try:
         yield
     except SignalException as error:
+        # The command ends now, and another Ctrl-C on its way out would only garble its last line.
+        before = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         first = received[0]
         raise StoppedError(f"Stopped by {first.name}: all ranks were ended.", 128 + first) from error
     finally:

@@ -46,6 +46,7 @@ class Backward:
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
         self.moments: tuple[Moment, ...] = ()
+        self.strays: tuple[str, ...] = ()
 
     @property
     def is_running(self) -> bool:
@@ -146,6 +147,7 @@ class Backward:
         if running is None:
             return
         self._catch_up(running.script.finish(), running)
+        self.strays = tuple(running.script.strays)
         self.release_all()
         if running.num_grads == 0:
             return

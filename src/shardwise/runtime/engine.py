@@ -47,6 +47,20 @@ class Setup:
     layout_kind: str
 
 
+@dataclass(frozen=True)
+class _Use:
+    """What ranks told each other at the end of a backward."""
+
+    ranks_of: list[tuple[ParamState, list[int]]]
+    num_reductions: dict[str, int]
+    is_same_trace: bool
+    is_same_order: bool
+
+
+def _hash(value: object) -> bytes:
+    return zlib.crc32(repr(value).encode()).to_bytes(4, "little")
+
+
 class Engine:
     """The runtime of one sharded model on one rank."""
 
@@ -246,42 +260,59 @@ class Engine:
 
     def synchronize(self) -> None:
         """Reduce what backward passes have accumulated, on all ranks alike, and draw up the digest."""
-        used, counts, same_trace = self._compare_use()
-        for name, count in reversed(counts.items()):
+        use = self._compare_use()
+        for name, count in reversed(use.num_reductions.items()):
             while self.reducer.num_issued[name] < count:
                 self.reducer.issue(name)
         self.reducer.complete_all()
-        partly = [(state, ranks) for state, ranks in used if 0 < len(ranks) < self.lanes.size]
-        if partly and self.plan.unused == "raise":
-            self.reducer.abandon()
-            self._raise_unused(*partly[0])
-        used_somewhere = {id(state) for state, ranks in used if ranks}
+        if self.plan.unused == "raise":
+            self._refuse_differences(use)
+        used_somewhere = {id(state) for state, ranks in use.ranks_of if ranks}
         self.reducer.install(lambda state: id(state) in used_somewhere)
         self._compare_order()
         self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0)})
         self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
-        if same_trace:
+        if use.is_same_trace:
             self._adopt_trace()
         self.executor.gather_log.reset()
         self.executor.reduce_log.reset()
 
-    def _compare_use(self) -> tuple[list[tuple[ParamState, list[int]]], dict[str, int], bool]:
-        """Which ranks used which parameters, how often each unit must be reduced, and whether all saw the same moments."""
-        reducer, params = self.reducer, self.params
-        pending = [state.index in state.flat.filled or id(state) in reducer.sent for state in params]
-        names = list(self.executor.units)
+    def _compare_use(self) -> _Use:
+        """One small exchange: who used which parameters, how often units must be reduced, and what moments ranks saw."""
+        reducer, params, names = self.reducer, self.params, list(self.executor.units)
+        used = [state.index in state.flat.filled or id(state) in reducer.sent for state in params]
         goals = [reducer.num_issued[name] + reducer.has_pending(name) for name in names]
-        moments = repr((self.forward.last_entry, self.forward.recorded.get(self.forward.last_entry), self.backward.moments))
-        trace_hash = zlib.crc32(moments.encode())
-        mine = torch.tensor([*pending, *goals, *trace_hash.to_bytes(4, "little")], dtype=torch.uint8)
+        entry = self.forward.last_entry
+        moments = _hash((entry, self.forward.recorded.get(entry), self.backward.moments))
+        strays = _hash((self.forward.strays, self.backward.strays))
+        mine = torch.tensor([*used, *goals, *moments, *strays], dtype=torch.uint8)
         self.executor.gather_log.add("use")
         handle = self.lanes.gather.gather_small(mine, label="the use of parameters")
         self.executor.wait(handle, "use", "")
         rows = mine[None].tolist() if handle.result is None else handle.result.tolist()
-        used = [(state, [rank for rank, row in enumerate(rows) if row[at]]) for at, state in enumerate(params)]
         at = len(params)
-        counts = {name: max(row[at + place] for row in rows) for place, name in enumerate(names)}
-        return used, counts, len({tuple(row[-4:]) for row in rows}) == 1
+        return _Use(
+            [(state, [rank for rank, row in enumerate(rows) if row[place]]) for place, state in enumerate(params)],
+            {name: max(row[at + place] for row in rows) for place, name in enumerate(names)},
+            is_same_trace=len({tuple(row[-8:]) for row in rows}) == 1,
+            is_same_order=len({tuple(row[-4:]) for row in rows}) == 1,
+        )
+
+    def _refuse_differences(self, use: _Use) -> None:
+        """Ranks did different things: all of them drop this step's gradients and raise."""
+        partly = [(state, ranks) for state, ranks in use.ranks_of if 0 < len(ranks) < self.lanes.size]
+        if partly:
+            self.reducer.abandon()
+            self._raise_unused(*partly[0])
+        if not use.is_same_order:
+            self.reducer.abandon()
+            strays = "\n".join([*self.forward.strays, *self.backward.strays]).encode()
+            texts = gather_bytes(self.lanes.gather, strays, label="the order of units")
+            rank, unit = next((rank, text.decode().split("\n")[0]) for rank, text in enumerate(texts) if text)
+            raise DesyncError(
+                f"Ranks ran the modules of the model in different orders: rank {rank} came to '{unit or '(root)'}' later than the "
+                "others. No update was made. Run the same modules in the same order on every rank, or pass Plan(unused='zero')."
+            )
 
     def _raise_unused(self, state: ParamState, ranks: Sequence[int]) -> None:
         missing = [rank for rank in range(self.lanes.size) if rank not in ranks]

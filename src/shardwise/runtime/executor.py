@@ -22,6 +22,8 @@ from shardwise.runtime.flat import FlatState
 from shardwise.wire.comm import Handle, Lanes
 
 _LOG_LIMIT = 4096
+PASSED_LIMIT = 2
+"""Units that stay gathered for a while after this rank has passed them over."""
 
 
 class Residency(Enum):
@@ -80,6 +82,7 @@ class Executor:
         self.gather_log = OpLog()
         self.reduce_log = OpLog()
         self._is_sharded = StateKind.PARAM in plan.sharded
+        self._passed: deque[str] = deque()
         self._memory: dict[int, tuple[UnitState, FlatState]] = {}
 
     def gather(self, name: str) -> None:
@@ -161,12 +164,15 @@ class Executor:
     def visit(self, entries: Sequence[Entry], arrived: Entry | None) -> None:
         """Do the gathers of entries that this rank passed over, and begin those of the one it arrived at.
 
-        The order of gathers is the schedule's: a rank that skips a unit takes part in its gather all the same.
+        The order of gathers is the schedule's: a rank that skips a unit takes part in its gather all the same. The last few are
+        kept for a while: a rank that comes to them later needs no further gather, in which it would be alone.
         """
         for entry in entries:
             self._begin_gathers(entry)
             self.gather(entry.moment.unit)
-            self.drop(entry.moment.unit)
+            self._passed.append(entry.moment.unit)
+            while len(self._passed) > PASSED_LIMIT:
+                self.drop(self._passed.popleft())
         if arrived is not None:
             self._begin_gathers(arrived)
 
@@ -176,7 +182,8 @@ class Executor:
                 self.gather(op.unit)
 
     def drop_idle(self) -> None:
-        """Free units that were gathered ahead and not used."""
+        """Free units that were gathered ahead, or passed over, and not used."""
+        self._passed.clear()
         for name in self.units:
             self.drop(name)
 

@@ -60,6 +60,7 @@ class Forward:
         self._script = Script(())
         self._moments: list[Moment] = []
         self.recorded: dict[str, tuple[Moment, ...]] = {}
+        self.strays: tuple[str, ...] = ()
         self.last_entry = ""
 
     @property
@@ -137,6 +138,7 @@ class Forward:
         if self._is_sharded:
             self._executor.visit(self._script.finish(), None)
             self._executor.drop_idle()
+        self.strays = tuple(self._script.strays)
         self.recorded[name] = tuple(self._moments)
 
     def _close(self, frame: Frame, output: Any) -> None:

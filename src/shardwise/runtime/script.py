@@ -8,11 +8,12 @@ from shardwise.core.schedule import Entry
 
 
 class Script:
-    """The opening moments of a phase, and how far this rank has come."""
+    """The opening moments of a phase, how far this rank has come, and the units that came when the phase had passed them."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = tuple(entries)
         self._at = 0
+        self.strays: list[str] = []
 
     def arrive(self, unit: str) -> tuple[Sequence[Entry], Entry | None]:
         """Go to the next moment of a unit: the entries passed over, and its own (None if it does not come any more)."""
@@ -21,6 +22,7 @@ class Script:
                 passed = self._entries[self._at : position]
                 self._at = position + 1
                 return passed, self._entries[position]
+        self.strays.append(unit)
         return (), None
 
     def finish(self) -> Sequence[Entry]:
