@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from shardwise.core.errors import PlanError
 
@@ -42,7 +42,7 @@ class Layout:
     cuts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.cuts) < 2 or self.cuts[0] != 0 or any(a > b for a, b in zip(self.cuts, self.cuts[1:], strict=False)):
+        if len(self.cuts) < 2 or self.cuts[0] != 0 or any(a > b for a, b in pairwise(self.cuts)):
             raise PlanError(f"The cuts of a layout begin at 0 and never fall, but these are {self.cuts}.")
         if any(cut % ALIGNMENT for cut in self.cuts):
             raise PlanError(f"The cuts of a layout are multiples of {ALIGNMENT}, but these are {self.cuts}.")
@@ -82,7 +82,7 @@ class Layout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements that each rank owns."""
-        return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        return tuple(b - a for a, b in pairwise(self.cuts))
 
     @property
     def is_even(self) -> bool:

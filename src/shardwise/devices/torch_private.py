@@ -17,7 +17,7 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The store behind the default process group: survivors of a failure talk through it."""
     return distributed_c10d._get_default_store()
 
@@ -37,32 +37,32 @@ def graph_task() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back when the current backward pass has ended."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
     """The innermost saved-tensor hooks in force. Only these are called: ours must call those that they cover."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined,no-any-return]
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
     """Put saved-tensor hooks on top. They cannot be a context manager: forward hooks of modules open and close them."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_saved_tensor_hooks() -> None:
     """Take the innermost saved-tensor hooks off."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+    torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def saved_tensor_hooks_allowed() -> bool:
     """Whether hooks may be pushed now (torch.func transforms forbid it)."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined,no-any-return]
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the memory under a tensor; data_ptr is 0 for fake tensors."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def wrapper(
@@ -75,7 +75,7 @@ def wrapper(
     requires_grad: bool = False,
 ) -> Any:
     """A tensor of a subclass that has a form but no memory."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=requires_grad
     )
 

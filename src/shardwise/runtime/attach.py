@@ -56,7 +56,8 @@ def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger, i
     is_aliased = StateKind.PARAM not in plan.sharded and precision.compute == precision.master
     is_new = all(param.name in initial.parts for param in spec.params)
     if is_new and StateKind.PARAM in plan.sharded:
-        full, master = None, _pack_parts(model, spec, bounds, initial)
+        full: torch.Tensor | None = None
+        master = _pack_parts(model, spec, bounds, initial)
     else:
         whole = _pack(model, spec, layout.numel, initial)
         if plan.initial == "rank0" and lanes.size > 1 and not is_new:

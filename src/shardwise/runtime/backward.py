@@ -65,6 +65,10 @@ class Backward:
             torch_private.at_end_of_backward(self._end)
         return self._pass
 
+    def note_begin(self) -> None:
+        """Gradients reach the outputs of a call from outside: its backward pass has begun."""
+        self.begin()
+
     def open(self, units: Sequence[str]) -> None:
         """Before the differentiation of a call: gather the units that it used."""
         running = self.begin()

@@ -15,7 +15,6 @@ from shardwise.runtime.flat import FlatState, ParamState
 from shardwise.runtime.grads import GradFace
 from shardwise.wire.comm import Comm
 
-
 _NUM_COUNTS = 3
 """Counts behind the windows of a sum: non-finite values, NaN, and blocks that overflow."""
 

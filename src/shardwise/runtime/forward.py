@@ -148,7 +148,7 @@ class Forward:
             differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         backward = self._engine.backward
         if differentiable and frame.is_entry:
-            register_multi_grad_hook(differentiable, lambda _: backward.begin(), mode="any")
+            register_multi_grad_hook(differentiable, lambda _: backward.note_begin(), mode="any")
         if differentiable and frame.opened and self._is_sharded:
             units = tuple(frame.opened)
             register_multi_grad_hook(differentiable, lambda _: backward.open(units), mode="any")
@@ -204,7 +204,7 @@ class _Chain:
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
-                return Packed(flat, unit.unit.name, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+                return Packed(flat, unit.unit.name, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
             self.engine.pin(unit.unit.name)
         return tensor if self._covered is None else (self._covered[0](tensor),)
 

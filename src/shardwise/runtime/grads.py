@@ -36,7 +36,7 @@ class GradFace(Standing, torch.Tensor):
         face.buffer = buffer
         return face
 
-    __torch_function__ = torch_private.NO_TORCH_FUNCTION
+    __torch_function__ = torch_private.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @property
     def reduced(self) -> torch.Tensor | None:
@@ -62,14 +62,16 @@ class GradFace(Standing, torch.Tensor):
             )
         return reduced.to(self.state.spec.dtype).view(self.shape)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradFace('{self.state.spec.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.full().clone()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Serve an operation from what is known on every rank, or from this rank's part."""
         handler = _HANDLERS.get(func) or _HANDLERS.get(func.overloadpacket)
         if handler is not None:

@@ -28,6 +28,7 @@ class PreForward(_Hook):
     """Before a module's forward."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Open what the module needs; may change its inputs."""
         if self._engine is None:
             return None
         return self._engine.forward.enter(self._name, module, args, kwargs)
@@ -37,6 +38,7 @@ class PostForward(_Hook):
     """After a module's forward, also when it raised."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Close what the module needed; may change its output."""
         if self._engine is None:
             return None
         return self._engine.forward.leave(self._name, output)

@@ -145,4 +145,4 @@ def close_all(opened: Sequence[Opened], executor: Executor) -> None:
 
 def checksum(values: torch.Tensor) -> int:
     """A number that changes when any bit of the values does."""
-    return zlib.crc32(values.detach().view(torch.uint8).cpu().numpy())
+    return zlib.crc32(values.detach().view(torch.uint8).cpu().numpy())  # type: ignore[arg-type]

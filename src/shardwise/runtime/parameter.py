@@ -14,15 +14,19 @@ from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState, Standing
 from shardwise.runtime.grads import assign_grad, visible_grad
 
-_FORM_ATTRIBUTES = (
-    "shape dtype device layout requires_grad is_leaf ndim is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_xpu is_mps "
-    "grad_fn names itemsize nbytes is_nested is_sparse_csr _version output_nr retains_grad is_vulkan is_ipu is_maia is_xla "
-    "_backward_hooks _post_accumulate_grad_hooks _base"
-).split()
-_FORM_METHODS = (
-    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed requires_grad_ get_device "
-    "ndimension is_inference storage_offset __len__ __hash__ is_conj is_neg is_same_size type_as_form is_distributed is_pinned"
-).split()
+# fmt: off
+_FORM_ATTRIBUTES = [
+    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "itemsize", "nbytes", "names", "grad_fn",
+    "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_xla", "is_ipu", "is_maia", "is_meta", "is_vulkan", "is_mkldnn", "is_quantized",
+    "is_sparse", "is_sparse_csr", "is_nested", "output_nr", "retains_grad", "_version", "_base", "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+]
+_FORM_METHODS = [
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "requires_grad_",
+    "is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_conj", "is_neg", "is_same_size",
+    "is_distributed", "is_pinned", "__len__", "__hash__",
+]
+# fmt: on
 
 
 def _form_functions() -> set[Any]:
@@ -46,7 +50,7 @@ class Face(Standing, nn.Parameter):
     """
 
     @staticmethod
-    def __new__(cls, state: ParamState, dtype: torch.dtype | None = None) -> Face:  # type: ignore[misc]
+    def __new__(cls, state: ParamState, dtype: torch.dtype | None = None) -> Face:
         """Stand for a parameter, in its own dtype or in one that it is to be cast to."""
         face: Face = torch_private.wrapper(
             cls,
@@ -94,7 +98,9 @@ class Face(Standing, nn.Parameter):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """The last guard: whatever reaches a face below Python reads or returns real values."""
         if func is torch.ops.aten.detach.default:
             return args[0].state.host.read(args[0].state).detach()
@@ -103,7 +109,7 @@ class Face(Standing, nn.Parameter):
         )
         return func(*args, **kwargs)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Face('{self.state.spec.name}', shape={self.state.spec.shape}, dtype={self.state.spec.dtype}, values sharded)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -88,7 +88,7 @@ def rehearse(model: nn.Module, units: Sequence[Unit], example: Any) -> Rehearsal
             stack.enter_context(torch.random.fork_rng(devices=[]))
             unit_of = stack.enter_context(_fake_values(model, units, mode))
             for name, module in model.named_modules():
-                stack.callback(module.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name)).remove)  # type: ignore[misc]
+                stack.callback(module.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name)).remove)
                 stack.callback(module.register_forward_hook(lambda *_: recorder.leave(), always_call=True).remove)
             fake_args, fake_kwargs = torch_private.map_tensors(torch.Tensor, mode.from_tensor, (args, kwargs))
             stack.enter_context(mode)
@@ -119,7 +119,7 @@ def _fake_values(model: nn.Module, units: Sequence[Unit], mode: Any) -> Iterator
             for key, param in list(module._parameters.items()):
                 if param is not None:
                     fake = fakes.setdefault(id(param), mode.from_tensor(param))
-                    module._parameters[key] = fake  # type: ignore[assignment]
+                    module._parameters[key] = fake
                     name = f"{prefix}.{key}" if prefix else key
                     if name in unit_by_name:
                         unit_of[id(fake)] = unit_by_name[name]

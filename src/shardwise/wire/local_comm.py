@@ -164,7 +164,7 @@ class _Lane:
         """Bring something, wait for all, read what all brought, and leave when all have read."""
         with self._changed:
             meeting = self._meetings.setdefault(sequence, _Meeting(label))
-            if meeting.label.split(":")[0] != label.split(":")[0]:
+            if meeting.label.partition(":")[0] != label.partition(":")[0]:
                 error = DesyncError(f"Rank {rank} is at '{label}' where another rank is at '{meeting.label}'.")
                 self._failure = error
                 self._changed.notify_all()

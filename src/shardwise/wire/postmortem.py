@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import Any
 
 from shardwise.core.errors import DesyncError, RankLostError, ShardwiseError
 
@@ -19,7 +18,7 @@ _GRACE_LIMIT_SECONDS = 10.0
 class PostMortem:
     """The survivors' talk through the store of one process group."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, deadline: timedelta, key: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, deadline: timedelta, key: str) -> None:
         self._store = store
         self._rank = rank
         self._size = size

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class TorchComm:
         wire_bytes = (cuts[-1] - own) * buffer.element_size()
         raw = _raw(buffer)
         edges = [cut * buffer.element_size() for cut in cuts]
-        even = len({b - a for a, b in zip(edges, edges[1:], strict=False)}) == 1
+        even = len({b - a for a, b in pairwise(edges)}) == 1
         if self._broadcasts:
             begin = self._gather_by_broadcasts
         elif even:
@@ -59,7 +60,7 @@ class TorchComm:
         own = cuts[self.rank + 1] - cuts[self.rank]
         parts = source.new_empty(self.size * own)
         item = source.element_size()
-        sizes = [(b - a) * item for a, b in zip(cuts, cuts[1:], strict=False)]
+        sizes = [(b - a) * item for a, b in pairwise(cuts)]
 
         def begin() -> _Call:
             received, sent = _raw(parts), _raw(source)
@@ -114,7 +115,7 @@ class TorchComm:
         return _Call([dist.all_gather_single(raw, own, group=self._group, async_op=True)])
 
     def _gather_padded(self, raw: torch.Tensor, edges: Sequence[int]) -> _Call:
-        widest = max(b - a for a, b in zip(edges, edges[1:], strict=False))
+        widest = max(b - a for a, b in pairwise(edges))
         rows = raw.new_empty((self.size, widest))
         own = raw[edges[self.rank] : edges[self.rank + 1]]
         mine = raw.new_empty(widest)
@@ -126,7 +127,7 @@ class TorchComm:
 
         return _Call([dist.all_gather_single(rows.view(-1), mine, group=self._group, async_op=True)], unpack)
 
-    def _handle(
+    def _handle(  # noqa: PLR0913
         self,
         op: str,
         label: str,
@@ -202,7 +203,8 @@ def torch_lanes(group: dist.ProcessGroup | None, device: torch.device, deadline:
         chosen = _new_set(group, ranks, device, timeout)
         sets.append(chosen)
     chosen.is_free = False
-    return Lanes(*chosen.comms, hosts=chosen.hosts, release=chosen.release)
+    gather, reduce, regather = chosen.comms
+    return Lanes(gather, reduce, regather, chosen.hosts, chosen.release)
 
 
 def _agree_on_free(sets: list[_Set], group: dist.ProcessGroup | None, device: torch.device) -> _Set | None:
