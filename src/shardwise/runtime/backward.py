@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.core.plan import StateKind
-from shardwise.core.schedule import Entry
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState
@@ -28,7 +27,10 @@ class _Pass:
 
     script: Script
     is_synced: bool
-    expected: dict[str, set[int]] = field(default_factory=dict)
+    task: int
+    goals: Counter[str]
+    missing: dict[str, set[int]] = field(default_factory=dict)
+    num_rounds: Counter[str] = field(default_factory=Counter)
     moments: list[Moment] = field(default_factory=list)
     num_grads: int = 0
 
@@ -45,6 +47,7 @@ class Backward:
         self._is_sharded = StateKind.PARAM in engine.plan.sharded
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
+        self._num_rounds: dict[str, Counter[str]] = {}
         self.moments: tuple[Moment, ...] = ()
         self.strays: tuple[str, ...] = ()
 
@@ -56,10 +59,12 @@ class Backward:
     def begin(self) -> _Pass:
         """Take note of a backward pass, at its first sign. Its end is called back by autograd."""
         if self._pass is None:
-            schedule = self._engine.schedule_of(self._engine.forward.last_entry)
+            entry = self._engine.forward.last_entry
+            schedule = self._engine.schedule_of(entry)
             script = Script(schedule.phase(Point.PRE_BACKWARD) if self._is_sharded else ())
             self._engine.reducer.forget_cleared()
-            self._pass = _Pass(script, self._engine.is_synced)
+            goals = self._num_rounds.get(entry, Counter())
+            self._pass = _Pass(script, self._engine.is_synced, torch_private.graph_task(), goals)
             if self._pass.is_synced:
                 self._engine.reducer.begin(schedule.reduced_units)
             torch_private.at_end_of_backward(self._end)
@@ -83,17 +88,8 @@ class Backward:
 
     def follow(self, unit: str) -> None:
         """Keep to the schedule's order of gathers on the way to a unit."""
-        running = self.begin()
-        passed, arrived = running.script.arrive(unit)
-        self._catch_up(passed, running)
-        self._executor.visit((), arrived)
-
-    def _catch_up(self, passed: Sequence[Entry], running: _Pass) -> None:
-        """Take part in the gathers of units that this rank has skipped, and do not hold up their reductions."""
-        self._executor.visit(passed, None)
-        for entry in passed:
-            if running.is_synced:
-                self._engine.reducer.mark_ready(entry.moment.unit)
+        passed, arrived = self.begin().script.arrive(unit)
+        self._executor.visit(passed, arrived)
 
     def adopt(self, unit: str) -> None:
         """Take over a lease that a call has held."""
@@ -130,18 +126,26 @@ class Backward:
         with torch.no_grad():
             self._engine.reducer.accumulate(state, grad, self._engine.weight)
         unit = state.flat.spec.unit
-        if unit not in running.expected:
+        if not running.missing.get(unit):
             flats = self._executor.units[unit].flats
-            running.expected[unit] = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
-        running.expected[unit].discard(id(state))
-        if not running.expected[unit]:
-            self._finish_unit(unit, running)
+            running.missing[unit] = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
+        running.missing[unit].discard(id(state))
+        if not running.missing[unit]:
+            self._finish_round(unit, running)
 
-    def _finish_unit(self, unit: str, running: _Pass) -> None:
-        running.moments.append(Moment(Point.POST_BACKWARD, unit))
+    def _finish_round(self, unit: str, running: _Pass) -> None:
+        """All gradients of a unit are in. Where reentrant checkpoints bring them several times, the last round completes it.
+
+        How many rounds there are is known from the last pass; in the first one such units are reduced at the end.
+        """
         while self._leases[unit]:
             self._leases[unit] -= 1
             self._executor.release(unit)
+        running.num_rounds[unit] += 1
+        is_nested = torch_private.graph_task() != running.task
+        if running.num_rounds[unit] != (running.goals[unit] or (0 if is_nested else 1)):
+            return
+        running.moments.append(Moment(Point.POST_BACKWARD, unit))
         if running.is_synced:
             self._engine.reducer.mark_ready(unit)
 
@@ -150,11 +154,12 @@ class Backward:
         running, self._pass = self._pass, None
         if running is None:
             return
-        self._catch_up(running.script.finish(), running)
+        self._executor.visit(running.script.finish(), None)
         self.strays = tuple(running.script.strays)
         self.release_all()
         if running.num_grads == 0:
             return
+        self._num_rounds[self._engine.forward.last_entry] = running.num_rounds
         reduced = {moment.unit for moment in running.moments if moment.point is Point.POST_BACKWARD}
         late = [name for name in self._executor.units if name not in reduced and self._engine.reducer.has_pending(name)]
         self.moments = (*running.moments, *(Moment(Point.POST_BACKWARD, name) for name in reversed(late)))
