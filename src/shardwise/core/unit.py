@@ -19,6 +19,8 @@ from shardwise.core.layout import Layout, align
 ROOT = ""
 """Name of the model itself among its modules."""
 
+_INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""torch's own modules that read the weights of their parts without calling them, and look at them before choosing a kernel."""
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -234,7 +236,8 @@ def _natural_points(model: nn.Module, skipped: set[int]) -> set[int]:
         return sizes[id(module)]
 
     total, points = size(model), {id(model)}
-    _split(model, size, total, points)
+    if not isinstance(model, _INDIVISIBLE):
+        _split(model, size, total, points)
     return points
 
 
@@ -253,7 +256,7 @@ def _split(module: nn.Module, size: Callable[[nn.Module], int], total: int, poin
             _split(child, size, total, points)
         else:
             points.add(id(child))
-            if numel > limit:
+            if numel > limit and not isinstance(child, _INDIVISIBLE):
                 _split(child, size, total, points)
 
 

@@ -23,7 +23,8 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
         """A buffer of a size, with whatever values."""
         free = self._free.get((numel, dtype, device))
-        buffer = free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # A buffer that is first used in inference must serve training as well.
+            buffer = free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
         if Poison.enabled:
             poison(buffer)
         self._ledger.add(kind, numel * dtype.itemsize)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map_only
+
+_PROBE = torch.zeros(1)
+_OWN_STORAGE_COUNT = torch._C._storage_Use_Count(_PROBE.untyped_storage()._cdata)
+"""What the count is for memory that one tensor alone holds, with a handle to its storage."""
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -61,8 +67,17 @@ def saved_tensor_hooks_allowed() -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the memory under a tensor; data_ptr is 0 for fake tensors."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identity of the memory under a tensor (data_ptr is 0 for fake tensors); 0 for tensors that have none of their own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor lies in the same memory. Counts owners of the storage: this tensor, and the handle made here."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _OWN_STORAGE_COUNT
 
 
 def wrapper(
@@ -91,6 +106,13 @@ SHALLOW_COPY_CHECK = torch._has_compatible_shallow_copy_type
 def map_tensors(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to all leaves of one type in nested lists, tuples and dicts."""
     return tree_map_only(kind, function, tree)
+
+
+def outside_transforms() -> Any:
+    """Context for the engine's own work inside a transform of torch.func: what it writes is no part of the function."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def fake_tensor_mode() -> Any:

@@ -41,10 +41,10 @@ class TrainConfig:
     """
 
     stage: int = 3
-    steps: int = 200
+    steps: int = 300
     seed: int = 0
     num_sequences: int = 8
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     warmup_steps: int = 20
     max_norm: float = 1.0
     num_validation_batches: int = 4

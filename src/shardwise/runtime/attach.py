@@ -17,7 +17,7 @@ from shardwise.runtime.flat import FlatState, ParamState, Precision, remember, s
 from shardwise.runtime.grads import make_live
 from shardwise.runtime.hooks import attach_hooks
 from shardwise.runtime.materialize import Initial, check_meta, is_on_meta, materialize
-from shardwise.runtime.parameter import Face
+from shardwise.runtime.parameter import Face, point_away
 from shardwise.runtime.registry import register
 
 
@@ -40,6 +40,11 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     for name, module in engine.modules.items():
         if any(_contains(name, unit.name) for unit in units):
             engine.handles.extend(attach_hooks(engine, name, module))
+        if isinstance(module, nn.TransformerEncoder):
+            # It looks at the weights of its first layer to choose a kernel.
+            for unit in units:
+                if _contains(f"{name}.layers.0" if name else "layers.0", unit.name):
+                    engine.open_also_at(name, unit.name)
     register(engine)
     return engine
 
@@ -124,12 +129,11 @@ def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
         if flat.has_face(engine.plan):
             state.face = Face(state)
             remember(state.face, state)
-            state.show(state.face)
-        else:
-            make_live(compute)
+            state.show(state.face, instead_of=compute)
+        make_live(compute)
         compute.grad = None
     if flat.full is None:
-        flat.point_away()
+        point_away(flat)
 
 
 def _places(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[nn.Module, str]]:

@@ -24,7 +24,7 @@ from shardwise.devices import torch_private
 from shardwise.runtime import digest
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import ParamState, remember
+from shardwise.runtime.flat import ParamState, remember, state_of
 from shardwise.runtime.forward import Forward
 from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
@@ -85,7 +85,7 @@ class Engine:
         self.opened: list[Opened] = []
         self._num_skipped_in_a_row = 0
         self._nonfinite: dict[int, bool] = {}
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
         self._also_opened: dict[str, list[str]] = {}
         self._traces: dict[str, Trace] = {}
@@ -135,24 +135,39 @@ class Engine:
         """A call from outside begins."""
         if self.backward.is_running and torch_private.graph_task() == -1:
             self.recover()
-        self.settle_casts()
+        self.settle()
         for opened in self.opened:
             opened.store_own_part()
         self._hook_params()
-        if self.plan.buffers != "local" and self.lanes.size > 1 and module.training and torch.is_grad_enabled():
+        if self.plan.buffers != "local" and self.lanes.size > 1 and self.is_synced:
             self._sync_buffers(module)
 
-    def settle_casts(self) -> None:
-        """If the user has cast the model since the last step, follow."""
+    def settle(self) -> None:
+        """If the user has cast the model or put other parameters into it since the last step, follow."""
+        for state in self.params:
+            shown = state.shown
+            is_ours = shown is state.resting or shown is state.compute
+            if not is_ours and isinstance(shown, nn.Parameter) and state_of(shown) is None:
+                self.write(state, shown.detach())
+                state.resting.requires_grad_(shown.requires_grad)
+                state.show(state.resting)
         if any(needs_recast(unit) for unit in self.executor.units.values()):
             recast(self.executor, self.plan)
 
     def _hook_params(self) -> None:
         for state in self.params:
-            if state.resting.requires_grad and id(state) not in self._hooked:
-                self._hooked.add(id(state))
-                state.compute.requires_grad_(True)
-                self.handles.append(state.compute.register_post_accumulate_grad_hook(_TakeGrad(self, state)))
+            if not state.resting.requires_grad:
+                continue
+            if id(state) not in self._hooked:
+                if not state.compute.requires_grad:
+                    state.compute.requires_grad_(True)
+                handle = state.compute.register_post_accumulate_grad_hook(_TakeGrad(self, state))
+                self._hooked[id(state)] = handle.id
+                self.handles.append(handle)
+            hooks: Any = state.compute._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != self._hooked[id(state)]:
+                # After the users' own, which read the gradient. Autograd goes by the dict's own order: take out, put in.
+                hooks[self._hooked[id(state)]] = hooks.pop(self._hooked[id(state)])
 
     def _sync_buffers(self, module: nn.Module) -> None:
         buffers = [buffer for buffer in module.buffers() if buffer.numel()]
@@ -356,7 +371,7 @@ class Engine:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
-        self.settle_casts()
+        self.settle()
         if self.backward.is_running:
             self.recover()
         if any(self.reducer.has_pending(name) for name in self.executor.units):

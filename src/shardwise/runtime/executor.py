@@ -17,8 +17,9 @@ from shardwise.core.plan import Plan, StateKind
 from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
 from shardwise.devices import torch_private
-from shardwise.devices.pool import Pool
+from shardwise.devices.pool import Poison, Pool, poison
 from shardwise.runtime.flat import FlatState
+from shardwise.runtime.parameter import point_away, point_to
 from shardwise.wire.comm import Handle, Lanes
 
 _LOG_LIMIT = 4096
@@ -95,7 +96,7 @@ class Executor:
             return
         self.gather_log.add(f"gather {name}")
         for flat in state.flats:
-            flat.full = self.pool.take(flat.layout.numel, flat.precision.compute, flat.master.device, Kind.GATHERED)
+            flat.full = self._take(flat)
             self._memory[torch_private.storage_key(flat.full)] = (state, flat)
             state.handles.append(self.fill(flat, label=f"parameters of '{state.unit.label}'"))
 
@@ -117,9 +118,10 @@ class Executor:
                 self.wait(handle, "gather", name)
             state.handles.clear()
             state.move(Residency.GATHERING, Residency.GATHERED)
-            for flat in state.flats:
-                if self._is_sharded and flat.full is not None:
-                    flat.point_to(flat.full)
+            with torch.inference_mode(False):  # Views that are made in inference could not be trained later.
+                for flat in state.flats:
+                    if self._is_sharded and flat.full is not None:
+                        point_to(flat, flat.full)
         if state.num_leases == 0:
             self._show(state)
         state.num_leases += 1
@@ -142,16 +144,33 @@ class Executor:
         state.handles.clear()
         for flat in state.flats:
             for param in flat.params:
-                if param.resting is not param.compute and param.shown is param.compute:
-                    if param.resting.requires_grad != param.compute.requires_grad:
+                if param.resting is not param.compute:
+                    if param.shown is param.compute and param.resting.requires_grad != param.compute.requires_grad:
                         param.resting.requires_grad_(param.compute.requires_grad)
-                    param.show(param.resting)
+                    param.show(param.resting, instead_of=param.compute)
             if self._is_sharded and flat.full is not None:
                 self._memory.pop(torch_private.storage_key(flat.full), None)
-                flat.point_away()
-                self.pool.give(flat.full, Kind.GATHERED)
-                flat.full = None
+                point_away(flat)
+                buffer, flat.full = flat.full, None
+                self._give(flat, buffer)
         state.residency = Residency.RELEASED
+
+    def _take(self, flat: FlatState) -> torch.Tensor:
+        buffer, flat.reserved = flat.reserved, None
+        if buffer is not None and buffer.dtype == flat.precision.compute:
+            self.ledger.add(Kind.GATHERED, buffer.numel() * buffer.element_size())
+            return buffer
+        return self.pool.take(flat.layout.numel, flat.precision.compute, flat.master.device, Kind.GATHERED)
+
+    def _give(self, flat: FlatState, buffer: torch.Tensor) -> None:
+        """Hand a buffer back; if someone holds a view of it, it waits for this flat, so that the view is right when it is read."""
+        if torch_private.is_shared(buffer):
+            flat.reserved = buffer
+            self.ledger.add(Kind.GATHERED, -buffer.numel() * buffer.element_size())
+            if Poison.enabled:
+                poison(buffer)
+        else:
+            self.pool.give(buffer, Kind.GATHERED)
 
     def _show(self, state: UnitState) -> None:
         for flat in state.flats:
@@ -159,7 +178,7 @@ class Executor:
                 if param.resting is not param.compute:
                     if param.shown is param.resting and param.resting.requires_grad != param.compute.requires_grad:
                         param.compute.requires_grad_(param.resting.requires_grad)
-                    param.show(param.compute)
+                    param.show(param.compute, instead_of=param.resting)
 
     def visit(self, entries: Sequence[Entry], arrived: Entry | None) -> None:
         """Do the gathers of entries that this rank passed over, and begin those of the one it arrived at.
@@ -189,7 +208,7 @@ class Executor:
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitState, FlatState] | None:
         """The unit in whose gathered buffer a tensor lies."""
-        return self._memory.get(torch_private.storage_key(tensor))
+        return self._memory.get(torch_private.storage_key(tensor)) if self._memory else None
 
     def refresh(self, names: Iterable[str]) -> None:
         """Bring updated shards into the full buffers that stay resident (stages 0 to 2)."""

@@ -106,10 +106,20 @@ class ParamState:
         shown = module._parameters[name]
         return self.resting if shown is None else shown
 
-    def show(self, param: nn.Parameter) -> None:
-        """Put a tensor into the modules, at every place that shares the parameter."""
+    def show(self, param: nn.Parameter, *, instead_of: nn.Parameter | None = None) -> None:
+        """Put a tensor into the modules, at every place that shares the parameter (and that holds ``instead_of``, if given)."""
         for module, name in self.places:
-            module._parameters[name] = param
+            if instead_of is None or module._parameters.get(name) is instead_of:
+                module._parameters[name] = param
+        if instead_of is not None:
+            carry_attributes(instead_of, param)
+
+
+def carry_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Let a tensor have the attributes that users have set on the one that it stands for."""
+    for key, value in source.__dict__.items():
+        if key != "_state":
+            target.__dict__[key] = value
 
 
 @dataclass(eq=False)
@@ -118,7 +128,8 @@ class FlatState:
 
     ``master`` holds the values at rest of the elements in ``bounds``; ``full`` those of the whole buffer in the dtype of compute,
     while gathered. Where both dtypes agree and ``full`` stays resident, ``master`` is a part of it (``is_aliased``). Where every
-    rank owns every element (``is_owned_whole``), no collective is needed to read them.
+    rank owns every element (``is_owned_whole``), no collective is needed to read them. ``reserved`` is a released buffer of which
+    someone still holds a view: only this flat may be gathered into it.
     """
 
     spec: FlatSpec
@@ -129,6 +140,7 @@ class FlatState:
     full: torch.Tensor | None
     is_aliased: bool
     is_owned_whole: bool
+    reserved: torch.Tensor | None = None
     params: list[ParamState] = field(default_factory=list)
     local: torch.Tensor | None = None
     filled: set[int] = field(default_factory=set)
@@ -140,20 +152,6 @@ class FlatState:
     def has_face(self, plan: Plan) -> bool:
         """Whether a stand-in is shown outside compute: the full values at rest are not what compute uses."""
         return StateKind.PARAM in plan.sharded or self.precision.compute != self.precision.master
-
-    def point_to(self, buffer: torch.Tensor) -> None:
-        """Make the compute parameters views of a gathered buffer."""
-        for state in self.params:
-            state.compute.data = state.spec.view(buffer)
-
-    def point_away(self) -> None:
-        """Leave the compute parameters with their shapes but without memory; a late read gives NaN."""
-        if not self.params:
-            return
-        nothing = torch.full((), float("nan") if self.precision.compute.is_floating_point else 1)
-        nothing = nothing.to(dtype=self.precision.compute, device=self.master.device)
-        for state in self.params:
-            state.compute.data = nothing.expand(state.spec.shape)
 
 
 _STATES: WeakIdKeyDictionary = WeakIdKeyDictionary()

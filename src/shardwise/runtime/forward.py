@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from shardwise.core.plan import StateKind
 from shardwise.core.trace import Moment, Point
@@ -42,6 +42,14 @@ class Packed:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """Any other tensor that autograd saved."""
+
+    values: torch.Tensor
+    version: int
+
+
 class Forward:
     """The stack of open calls of one model on one rank.
 
@@ -73,11 +81,13 @@ class Forward:
         is_recompute = torch_private.graph_task() != -1
         is_entry = not self._frames and not is_recompute
         if is_entry:
-            self._begin_entry(name, module)
+            with torch_private.outside_transforms():
+                self._begin_entry(name, module)
         frame = Frame(name, is_entry, is_recompute)
         self._frames.append(frame)
-        for unit in self._engine.opened_at(name):
-            self.open(unit, frame)
+        with torch_private.outside_transforms():
+            for unit in self._engine.opened_at(name):
+                self.open(unit, frame)
         if self._is_sharded and torch.is_grad_enabled():
             self._watch_saved_tensors(frame)
             self._watch_inputs(frame, args, kwargs)
@@ -98,7 +108,8 @@ class Forward:
             return None
         self._close(frame, output)
         if frame.is_entry:
-            self._end_entry(name)
+            with torch_private.outside_transforms():
+                self._end_entry(name)
             if self._output_dtype is not None and output is not None:
                 return cast(output, self._output_dtype)
         return None
@@ -148,20 +159,21 @@ class Forward:
             differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         backward = self._engine.backward
         if differentiable and frame.is_entry:
-            register_multi_grad_hook(differentiable, lambda _: backward.note_begin(), mode="any")
+            OnGrads(differentiable, backward.note_begin, needs_all=False)
         if differentiable and frame.opened and self._is_sharded:
             units = tuple(frame.opened)
-            register_multi_grad_hook(differentiable, lambda _: backward.open(units), mode="any")
+            OnGrads(differentiable, lambda: backward.open(units), needs_all=False)
         escaped = self._escaped_units(frame, output)
-        for unit in reversed(frame.opened):
-            self._moments.append(Moment(Point.POST_FORWARD, unit))
-            keeps = frame.is_recompute or not self._plan.reshard_after_forward
-            if unit in escaped:
-                self._engine.pin(unit)
-            if keeps and torch.is_grad_enabled() and self._is_sharded:
-                backward.adopt(unit)
-            else:
-                self._executor.release(unit)
+        keeps = (frame.is_recompute or not self._plan.reshard_after_forward) and torch.is_grad_enabled() and self._is_sharded
+        with torch_private.outside_transforms():
+            for unit in reversed(frame.opened):
+                self._moments.append(Moment(Point.POST_FORWARD, unit))
+                if unit in escaped:
+                    self._engine.pin(unit)
+                if keeps:
+                    backward.adopt(unit)
+                else:
+                    self._executor.release(unit)
 
     def _escaped_units(self, frame: Frame, output: Any) -> set[str]:
         """Units whose memory a call returns, for example its own weight: they must stay until the step has ended."""
@@ -175,7 +187,11 @@ class Forward:
         top = torch_private.top_saved_tensor_hooks()
         owner = None if top is None else getattr(top[0], "__self__", None)
         is_ours = isinstance(owner, _Chain) and owner.engine is self._engine
-        if is_ours or not torch_private.saved_tensor_hooks_allowed():
+        if is_ours:
+            return
+        if not torch_private.saved_tensor_hooks_allowed():
+            for unit in frame.opened:  # What is saved now are views: their memory must stay.
+                self._engine.pin(unit)
             return
         chain = _Chain(self._engine, top)
         torch_private.push_saved_tensor_hooks(chain.pack, chain.unpack)
@@ -188,7 +204,32 @@ class Forward:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and not tensor.is_leaf]
         if inputs:
             units = tuple(frame.opened)
-            register_multi_grad_hook(inputs, lambda _: self._engine.backward.close(units), mode="all")
+            OnGrads(inputs, lambda: self._engine.backward.close(units), needs_all=True)
+
+
+class OnGrads:
+    """Calls back once a backward pass, when one or all of some tensors have got their gradients.
+
+    torch's own ``register_multi_grad_hook`` holds the tensors' graph in a cycle, so that activations live until garbage is
+    collected; this holds nothing.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], callback: Callable[[], None], *, needs_all: bool) -> None:
+        unique = {id(tensor): tensor for tensor in tensors}
+        self._callback = callback
+        self._num_needed = len(unique) if needs_all else 1
+        self._task = -1
+        self._num_seen = 0
+        for tensor in unique.values():
+            tensor.register_hook(self._on_grad)
+
+    def _on_grad(self, grad: torch.Tensor) -> None:
+        task = torch_private.graph_task()
+        if task != self._task:
+            self._task, self._num_seen = task, 0
+        self._num_seen += 1
+        if self._num_seen == self._num_needed:
+            self._callback()
 
 
 class _Chain:
@@ -206,12 +247,21 @@ class _Chain:
             if flat.full is not None and tensor.dtype == flat.full.dtype:
                 return Packed(flat, unit.unit.name, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
             self.engine.pin(unit.unit.name)
-        return tensor if self._covered is None else (self._covered[0](tensor),)
+        if self._covered is not None:
+            return (self._covered[0](tensor),)
+        # Detached, since an operation's output that it saves itself would hold the operation; with its version, since autograd
+        # leaves the check for later writes to those who pack.
+        return _Saved(tensor.detach(), tensor._version)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The view again, of wherever the unit is gathered now."""
         if isinstance(saved, Packed):
             return self.engine.backward.restore(saved)
-        if self._covered is None:
-            return saved  # type: ignore[no-any-return]
-        return self._covered[1](saved[0])  # type: ignore[no-any-return]
+        if not isinstance(saved, _Saved):
+            return self._covered[1](saved[0])  # type: ignore[no-any-return,index]
+        if saved.values._version != saved.version:
+            raise RuntimeError(
+                "One of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+                f"{tuple(saved.values.shape)} is at version {saved.values._version}; expected version {saved.version} instead."
+            )
+        return saved.values

@@ -241,18 +241,26 @@ class Live:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined]
 
 
-_LIVE_CLASSES: dict[type, type] = {}
+_DERIVED: dict[tuple[type, type], type] = {}
+
+
+def derive(param: nn.Parameter, mixin: type) -> None:
+    """Mix a class into that of a parameter, in the place of one that was mixed in before."""
+    make_plain(param)
+    cls = type(param)
+    if (mixin, cls) not in _DERIVED:
+        _DERIVED[mixin, cls] = type(
+            cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        )
+    param.__class__ = _DERIVED[mixin, cls]
 
 
 def make_live(param: nn.Parameter) -> None:
     """Let a parameter show its reduced gradient."""
-    cls = type(param)
-    if cls not in _LIVE_CLASSES:
-        _LIVE_CLASSES[cls] = type(cls.__name__, (Live, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-    param.__class__ = _LIVE_CLASSES[cls]
+    derive(param, Live)
 
 
 def make_plain(param: nn.Parameter) -> None:
     """Give a parameter its own class back."""
     if isinstance(param, Live):
-        param.__class__ = type(param).__mro__[2]
+        param.__class__ = next(cls for cls in type(param).__mro__ if not issubclass(cls, Live))  # type: ignore[assignment]

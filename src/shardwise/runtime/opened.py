@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ledger import Kind
+from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.flat import FlatState, ParamState
 from shardwise.runtime.grads import GradFace, assign_grad
@@ -61,6 +62,21 @@ class Opened:
         self._executor.gather_log.add(f"open {what} {self.flat.spec.unit}")
         handle = self._executor.lanes.gather.all_gather(buffer, self.flat.layout.cuts, label=f"{what} of {self.flat.spec.name}")
         self._executor.wait(handle, "gather", self.flat.spec.unit)
+
+    def collect(self) -> None:
+        """Take in what was written in other ways: new memory under a parameter, or a new parameter in its place."""
+        with torch.no_grad():
+            for state in self.flat.params:
+                shown = state.shown
+                is_inside = shown is state.opened and torch_private.storage_key(shown) == torch_private.storage_key(self.values)
+                if is_inside or shown is state.compute or (shown is state.opened and shown.numel() == 0):
+                    continue
+                if tuple(shown.shape) != state.spec.shape:
+                    raise UsageError(
+                        f"'{state.spec.name}' has shape {state.spec.shape} but a tensor of {tuple(shown.shape)} was put in its place. "
+                        "Call shardwise.unshard before changing the form of a model."
+                    )
+                state.spec.view(self.values).copy_(shown.detach())
 
     @property
     def change(self) -> tuple[int, int]:
@@ -123,6 +139,8 @@ def _part(grad: torch.Tensor, state: ParamState) -> torch.Tensor:
 def close_all(opened: Sequence[Opened], executor: Executor) -> None:
     """Close buffers on all ranks. Ranks must have written the same, or one rank alone."""
     comm = executor.lanes.gather
+    for item in opened:
+        item.collect()
     mine = torch.tensor([part for item in opened for part in item.change], dtype=torch.int64)
     executor.gather_log.add("close")
     handle = comm.gather_small(mine, label="checksums of what was written")

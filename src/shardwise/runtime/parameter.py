@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.errors import NotGatheredError, UsageError
+from shardwise.core.errors import NotGatheredError, ShardwiseError, UsageError
 from shardwise.devices import torch_private
-from shardwise.runtime.flat import ParamState, Standing
-from shardwise.runtime.grads import assign_grad, visible_grad
+from shardwise.runtime.flat import FlatState, ParamState, Standing, state_of
+from shardwise.runtime.grads import Live, assign_grad, derive, make_live, visible_grad
 
 # fmt: off
 _FORM_ATTRIBUTES = [
@@ -24,7 +24,7 @@ _FORM_ATTRIBUTES = [
 _FORM_METHODS = [
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "requires_grad_",
     "is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_conj", "is_neg", "is_same_size",
-    "is_distributed", "is_pinned", "__len__", "__hash__",
+    "is_distributed", "is_pinned", "__len__", "__hash__", "register_hook", "register_post_accumulate_grad_hook",
 ]
 # fmt: on
 
@@ -41,6 +41,26 @@ def _form_functions() -> set[Any]:
 
 
 _FORM = _form_functions()
+
+
+class Away(Live):
+    """Mixed into the class of a user's own parameter while its values are elsewhere: it answers as its face does."""
+
+    @property
+    def state(self) -> ParamState:
+        """The parameter's state."""
+        state = state_of(self)
+        if state is None:
+            raise ShardwiseError("The sharded model that this parameter belongs to is gone.")
+        return state
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Serve the form, or the values where they may be had."""
+        return _answer(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"Parameter('{self.state.spec.name}', shape={self.state.spec.shape}, values sharded)"
 
 
 class Face(Standing, nn.Parameter):
@@ -79,23 +99,22 @@ class Face(Standing, nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Serve the form; write through; put the values in the place of the face where they may be had."""
-        kwargs = kwargs or {}
-        if func in _FORM:
-            with torch_private.without_torch_function():
-                return func(*args, **kwargs)
-        if func is torch.autograd.grad:
-            args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.compute, (tuple(args), kwargs))
-            return func(*args, **kwargs)
-        if func in _CASTS:
-            return _cast(func, args, kwargs)
-        if func == _SET_DATA and isinstance(args[1], Face):
-            args[0].state.host.cast(args[0].state, args[1].dtype)
-            return None
-        if func is torch.Tensor.copy_ and isinstance(args[0], Face) and not isinstance(args[1], Face):
-            args[0].state.host.write(args[0].state, args[1])
-            return args[0]
-        args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.host.read(face.state), (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        return _answer(func, args, kwargs or {})
+
+    def register_hook(self, hook: Any) -> Any:
+        """A hook on the gradient that autograd makes: it belongs to the parameter behind the face."""
+        return self._compute.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """The same for hooks after accumulation."""
+        return self._compute.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def _compute(self) -> nn.Parameter:
+        compute = self.state.compute
+        if self.requires_grad and not compute.requires_grad:
+            compute.requires_grad_(True)
+        return compute
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,9 +123,7 @@ class Face(Standing, nn.Parameter):
         """The last guard: whatever reaches a face below Python reads or returns real values."""
         if func is torch.ops.aten.detach.default:
             return args[0].state.host.read(args[0].state).detach()
-        args, kwargs = torch_private.map_tensors(
-            Face, lambda face: face.state.host.read(face.state), (tuple(args), kwargs or {})
-        )
+        args, kwargs = _with_values(args, kwargs or {})
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -119,6 +136,41 @@ class Face(Standing, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.state.host.read(self.state).detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a parameter whose values are elsewhere answers to a function of torch."""
+    if func in _FORM:
+        with torch_private.without_torch_function():
+            return func(*args, **kwargs)
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        args, kwargs = torch_private.map_tensors(Face, lambda face: face.state.compute, (tuple(args), kwargs))
+        with torch_private.without_torch_function():
+            return func(*args, **kwargs)
+    first = args[0] if args else None
+    if func in _CASTS and isinstance(first, Face):
+        return _cast(func, args, kwargs)
+    if func == _SET_DATA and isinstance(first, Face):
+        if isinstance(args[1], Face):
+            return first.state.host.cast(first.state, args[1].dtype)
+        return first.state.host.write(first.state, args[1])
+    if func is torch.Tensor.copy_ and isinstance(first, Face) and not isinstance(args[1], (Face, Away)):
+        first.state.host.write(first.state, args[1])
+        return first
+    args, kwargs = _with_values(args, kwargs)
+    if any(isinstance(arg, Away) for arg in args):
+        with torch_private.without_torch_function():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _with_values(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Arguments with values in the places of stand-ins."""
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.state.host.read(tensor.state) if isinstance(tensor, (Face, Away)) else tensor
+
+    return torch_private.map_tensors(torch.Tensor, read, (tuple(args), kwargs))
 
 
 _CASTS = {getattr(torch.Tensor, name) for name in ("to", "double", "float", "half", "bfloat16", "cpu", "cuda", "type")}
@@ -141,6 +193,33 @@ def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return face
     with torch_private.without_torch_function():
         return Face(state, probe.dtype)
+
+
+def point_to(flat: FlatState, buffer: torch.Tensor) -> None:
+    """Make the compute parameters of a flat views of a gathered buffer."""
+    for state in flat.params:
+        bring_values(state, buffer)
+
+
+def point_away(flat: FlatState) -> None:
+    """Leave the compute parameters of a flat with their shapes but without memory."""
+    nothing = torch.full((), float("nan") if flat.precision.compute.is_floating_point else 1)
+    nothing = nothing.to(dtype=flat.precision.compute, device=flat.master.device)
+    for state in flat.params:
+        take_values(state, nothing)
+
+
+def bring_values(state: ParamState, buffer: torch.Tensor) -> None:
+    """Make the user's own parameter a view of a gathered buffer."""
+    make_live(state.compute)
+    state.compute.data = state.spec.view(buffer)
+
+
+def take_values(state: ParamState, nothing: torch.Tensor) -> None:
+    """Leave the user's own parameter with its form but without memory: reading it is refused by name."""
+    make_live(state.compute)
+    state.compute.data = nothing.expand(state.spec.shape)
+    derive(state.compute, Away)
 
 
 def not_gathered(state: ParamState) -> NotGatheredError:

@@ -13,6 +13,7 @@ from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import FlatState, GradBuffer, Precision
 from shardwise.runtime.grads import GradFace
+from shardwise.runtime.parameter import point_away, point_to
 
 
 def recast(executor: Executor, plan: Plan) -> None:
@@ -77,6 +78,6 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
             )
             state.segment.grad = GradFace(state, buffer, state.segment)
     if flat.full is not None:
-        flat.point_to(flat.full)
+        point_to(flat, flat.full)
     else:
-        flat.point_away()
+        point_away(flat)
