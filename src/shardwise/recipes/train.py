@@ -41,11 +41,11 @@ class TrainConfig:
     """
 
     stage: int = 3
-    steps: int = 300
+    steps: int = 600
     seed: int = 0
-    num_sequences: int = 8
+    num_sequences: int = 4
     learning_rate: float = 2e-3
-    warmup_steps: int = 20
+    warmup_steps: int = 40
     max_norm: float = 1.0
     num_validation_batches: int = 4
     sample_bytes: int = 200

@@ -26,6 +26,7 @@ from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import ParamState, remember, state_of
 from shardwise.runtime.forward import Forward
+from shardwise.runtime.grads import GradFace
 from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
@@ -261,6 +262,9 @@ class Engine:
             self.digest.by_power[power] = summaries
         summary = self.digest.by_power[power].get(id(state), digest.Summary(0.0, 0, 0))
         norm = summary.power_sum if math.isinf(power) else summary.norm(power)
+        held = state.segment.grad
+        if isinstance(held, GradFace) and held.factor is not None:
+            norm *= abs(float(held.factor))
         return torch.tensor(norm, dtype=state.spec.dtype.to_real(), device=state.flat.master.device)
 
     def grads_changed(self) -> None:

@@ -35,10 +35,15 @@ class Precision:
 
 @dataclass(eq=False)
 class GradBuffer:
-    """Reduced gradients of one flat buffer, from element ``start`` on. Lives as long as a gradient refers to it."""
+    """Reduced gradients of one flat buffer, from element ``start`` on. Lives as long as a gradient refers to it.
+
+    Gradients in 16 bits are not scaled in place, where small ones would be lost: ``factors`` says, by parameter, what they are to
+    be multiplied with when they are used.
+    """
 
     values: torch.Tensor
     start: int
+    factors: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Host(Protocol):

@@ -43,6 +43,27 @@ class GradFace(Standing, torch.Tensor):
         """This rank's part of the reduced values."""
         return None if self.buffer is None else self.state.piece.view(self.buffer.values, shift=self.buffer.start)
 
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """What the reduced values are to be multiplied with, if they were not scaled in place."""
+        return None if self.buffer is None else self.buffer.factors.get(self.state.index)
+
+    def usable(self) -> torch.Tensor | None:
+        """This rank's part of the reduced values, in the dtype of the parameter and scaled."""
+        if self.reduced is None:
+            return None
+        values = self.reduced.to(self.state.spec.dtype)
+        return values if self.factor is None else values * self.factor.to(values.device)
+
+    def scale_later(self, factor: torch.Tensor | float) -> bool:
+        """Note a factor instead of scaling in place, where the values have fewer bits than the parameter."""
+        if self.buffer is None or self.buffer.values.dtype.itemsize >= self.state.spec.dtype.itemsize:
+            return False
+        before = self.factor
+        factor = torch.as_tensor(factor, dtype=self.state.spec.dtype)
+        self.buffer.factors[self.state.index] = factor if before is None else before * factor
+        return True
+
     def parts(self) -> list[torch.Tensor]:
         """All values of this gradient that are on this rank: reduced, and accumulated but not yet reduced."""
         parts = [] if self.reduced is None else [self.reduced]
@@ -60,7 +81,8 @@ class GradFace(Standing, torch.Tensor):
                 f"The values of the gradient of '{self.state.spec.name}' {why}. Read them inside "
                 "`with shardwise.gathered(model):` on all ranks. Norms and in-place scaling work anywhere."
             )
-        return reduced.to(self.state.spec.dtype).view(self.shape)
+        usable = self.usable()
+        return reduced.view(self.shape) if usable is None else usable.view(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradFace('{self.state.spec.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -91,20 +113,42 @@ def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         full = face.full() if isinstance(face, GradFace) else face
         func(full, *torch_private.map_tensors(GradFace, lambda other: other.full(), others), **kwargs)
         return face
+    if (
+        func.overloadpacket in (aten.mul_, aten.div_)
+        and not kwargs
+        and _scale_face(face, others[0], func.overloadpacket is aten.div_)
+    ):
+        return face
     for part in face.parts():
         func(part, *others, **kwargs)
     face.state.host.grads_changed()
     return face
 
 
+def _scale_face(face: GradFace, factor: Any, is_division: bool) -> bool:
+    """Scale a gradient of few bits by noting the factor; what is still being accumulated is scaled in place."""
+    if not face.scale_later(1.0 / factor if is_division else factor):
+        return False
+    reduced = face.reduced
+    for part in face.parts():
+        if part is not reduced and (reduced is None or part.data_ptr() != reduced.data_ptr()):
+            part.mul_(1.0 / factor if is_division else factor)
+    return True
+
+
 def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """The same for a list of gradients."""
     parts: list[torch.Tensor] = []
+    is_division = func.overloadpacket is aten._foreach_div_
     for face in args[0]:
+        is_scaling = is_division or func.overloadpacket is aten._foreach_mul_
+        if is_scaling and isinstance(face, GradFace) and _scale_face(face, args[1], is_division):
+            continue
         parts.extend(face.parts() if isinstance(face, GradFace) else [face])
         if isinstance(face, GradFace):
             face.state.host.grads_changed()
-    func(parts, *args[1:], **kwargs)
+    if parts:
+        func(parts, *args[1:], **kwargs)
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -131,6 +175,8 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             continue
         if grad.state.host.has_nonfinite(grad.state):
             found_inf.fill_(1.0)
+        if _scale_face(grad, inverse_scale.reshape(()), is_division=False):
+            continue
         for part in grad.parts():
             part.mul_(inverse_scale.to(part.dtype) if part.dtype == torch.float64 else inverse_scale)
         grad.state.host.grads_changed()

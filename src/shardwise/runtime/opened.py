@@ -52,8 +52,9 @@ class Opened:
         grads = torch.zeros(flat.layout.numel, dtype=flat.precision.master, device=flat.master.device)
         shift = 0
         for face in faces:
-            if face.reduced is not None and face.state.piece.numel:
-                face.state.piece.view(grads, shift=shift).copy_(face.reduced)
+            usable = face.usable()
+            if usable is not None and face.state.piece.numel:
+                face.state.piece.view(grads, shift=shift).copy_(usable)
         if not flat.is_owned_whole:
             self._gather(grads, "gradients")
         return grads
@@ -122,7 +123,10 @@ class Opened:
         elif isinstance(held, GradFace) and held.reduced is not None and state.piece.numel:
             line = grad.as_strided((state.spec.numel,), (1,)) if grad.stride() == state.spec.stride else None
             part = grad if state.piece.is_whole else _part(grad if line is None else line, state)
-            held.reduced.copy_(part.view(held.reduced.shape))
+            part, usable = part.view(held.reduced.shape), held.usable()
+            if held.buffer is not None and (usable is None or not torch.equal(part, usable)):
+                held.buffer.factors.pop(state.index, None)
+                held.reduced.copy_(part)
         elif held is None:
             assign_grad(state.compute, grad)
 

@@ -136,8 +136,8 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
         if not isinstance(held, GradFace):
             continue
         binding.faces.append((state, held))
-        plain = held.reduced if may_step and state.piece.numel else None
-        state.segment.grad = None if plain is None else plain.to(state.segment.dtype).view_as(state.segment)
+        plain = held.usable() if may_step and state.piece.numel else None
+        state.segment.grad = None if plain is None else plain.view_as(state.segment)
 
 
 def _restore(binding: Binding) -> None:

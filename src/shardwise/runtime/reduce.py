@@ -100,18 +100,19 @@ def merges_of(tree: Tree, rank: int) -> list[_Merge]:
 
 def _reduce_by_halving(local: torch.Tensor, layout: Layout, tree: Tree, comm: Comm, *, label: str) -> Reduction:
     """Recursive halving along the tree: at each merge a rank sends the pieces that others hold, and adds those it holds."""
+    sizes = layout.sizes
     pieces = {owner: local[slice(*layout.bounds(owner))] for owner in range(comm.size)}
     wire_bytes, num_messages = 0, 0
     for merge in merges_of(tree, comm.rank):
         sends = [(peer, torch.cat([pieces[owner] for owner in owners])) for peer, owners in merge.sends.items()]
         receives = []
         for peer, owners in merge.receives.items():
-            receives.append((peer, local.new_empty(sum(layout.sizes[owner] for owner in owners))))
+            receives.append((peer, local.new_empty(sum(sizes[owner] for owner in owners))))
         handle = comm.swap(sends, receives, label=label)
         handle.wait()
         wire_bytes, num_messages = wire_bytes + handle.wire_bytes, num_messages + handle.num_messages
         for (_, arrived), owners in zip(receives, merge.receives.values(), strict=True):
-            for owner, theirs in zip(owners, arrived.split([layout.sizes[owner] for owner in owners]), strict=True):
+            for owner, theirs in zip(owners, arrived.split([sizes[owner] for owner in owners]), strict=True):
                 pieces[owner] = pieces[owner] + theirs if merge.is_left else theirs + pieces[owner]
         for owners in merge.sends.values():
             for owner in owners:

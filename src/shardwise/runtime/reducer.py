@@ -162,7 +162,7 @@ class Reducer:
                 held = state.segment.grad
                 face = GradFace(state, buffer, state.segment)
                 if isinstance(held, GradFace) and held.reduced is not None and face.reduced is not None:
-                    face.reduced.add_(held.reduced)
+                    face.reduced.add_(held.reduced if held.factor is None else held.reduced * held.factor)
                 elif held is not None and not isinstance(held, GradFace) and face.reduced is not None:
                     face.reduced.add_(held.view_as(face.reduced))
                 state.segment.grad = face
