@@ -41,13 +41,13 @@ class TrainConfig:
     """
 
     stage: int = 3
-    steps: int = 600
+    steps: int = 500
     seed: int = 0
     num_sequences: int = 4
     learning_rate: float = 2e-3
     warmup_steps: int = 40
     max_norm: float = 1.0
-    num_validation_batches: int = 4
+    num_validation_batches: int = 16
     sample_bytes: int = 200
     model: GPTConfig = field(default_factory=GPTConfig)
 

@@ -120,6 +120,11 @@ class ParamState:
             carry_attributes(instead_of, param)
 
 
+def lies_at(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> bool:
+    """Whether a tensor's memory begins at an element of a buffer. Empty tensors lie anywhere."""
+    return tensor.numel() == 0 or tensor.data_ptr() == buffer.data_ptr() + offset * buffer.element_size()
+
+
 def carry_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Let a tensor have the attributes that users have set on the one that it stands for."""
     for key, value in source.__dict__.items():

@@ -10,9 +10,8 @@ from torch import nn
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ledger import Kind
-from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor
-from shardwise.runtime.flat import FlatState, ParamState
+from shardwise.runtime.flat import FlatState, ParamState, carry_attributes, lies_at
 from shardwise.runtime.grads import GradFace, assign_grad
 
 
@@ -25,9 +24,11 @@ class Opened:
         self._is_borrowed = not (flat.is_aliased or flat.is_owned_whole)
         self.values = self._gather_values()
         self._checksum = checksum(self.values)
+        self._foreign: list[tuple[ParamState, torch.Tensor]] = []
         grads = self._gather_grads()
         for state in flat.params:
-            state.opened = nn.Parameter(state.spec.view(self.values), requires_grad=state.compute.requires_grad)
+            state.opened = nn.Parameter(state.spec.view(self.values), requires_grad=state.resting.requires_grad)
+            carry_attributes(state.compute if state.face is None else state.face, state.opened)
             if grads is not None and isinstance(state.segment.grad, GradFace):
                 state.opened.grad = state.spec.view(grads)
             state.show(state.opened)
@@ -66,18 +67,25 @@ class Opened:
 
     def collect(self) -> None:
         """Take in what was written in other ways: new memory under a parameter, or a new parameter in its place."""
+        foreign = []
+        for state in self.flat.params:
+            shown = state.shown
+            is_own = shown is state.compute or (shown is state.opened and lies_at(shown, self.values, state.spec.offset))
+            if is_own:
+                continue
+            if tuple(shown.shape) != state.spec.shape:
+                raise UsageError(
+                    f"'{state.spec.name}' has shape {state.spec.shape} but a tensor of {tuple(shown.shape)} was put in its place. "
+                    "Call shardwise.unshard before changing the form of a model."
+                )
+            foreign.append((state, shown.detach().clone()))
+        self._foreign = foreign
+
+    def take_foreign(self) -> None:
+        """Write what was collected; after all buffers have collected, since memory may have been exchanged between them."""
         with torch.no_grad():
-            for state in self.flat.params:
-                shown = state.shown
-                is_inside = shown is state.opened and torch_private.storage_key(shown) == torch_private.storage_key(self.values)
-                if is_inside or shown is state.compute or (shown is state.opened and shown.numel() == 0):
-                    continue
-                if tuple(shown.shape) != state.spec.shape:
-                    raise UsageError(
-                        f"'{state.spec.name}' has shape {state.spec.shape} but a tensor of {tuple(shown.shape)} was put in its place. "
-                        "Call shardwise.unshard before changing the form of a model."
-                    )
-                state.spec.view(self.values).copy_(shown.detach())
+            for state, values in self._foreign:
+                state.spec.view(self.values).copy_(values)
 
     @property
     def change(self) -> tuple[int, int]:
@@ -110,6 +118,9 @@ class Opened:
         state.show(state.resting)
         if opened is None:
             return
+        carry_attributes(opened, state.resting)
+        if opened.requires_grad != state.resting.requires_grad:
+            state.resting.requires_grad_(opened.requires_grad)
         # Hold on to the form alone: a late reference to the opened parameter must not read a reused buffer.
         grad = opened.grad
         if self._is_borrowed:
@@ -145,6 +156,8 @@ def close_all(opened: Sequence[Opened], executor: Executor) -> None:
     comm = executor.lanes.gather
     for item in opened:
         item.collect()
+    for item in opened:
+        item.take_foreign()
     mine = torch.tensor([part for item in opened for part in item.change], dtype=torch.int64)
     executor.gather_log.add("close")
     handle = comm.gather_small(mine, label="checksums of what was written")

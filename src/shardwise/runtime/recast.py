@@ -9,9 +9,8 @@ import torch
 from shardwise.core.errors import UsageError
 from shardwise.core.plan import Plan
 from shardwise.core.unit import Segment
-from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import FlatState, GradBuffer, Precision
+from shardwise.runtime.flat import FlatState, GradBuffer, Precision, lies_at
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.parameter import point_away, point_to
 
@@ -30,13 +29,9 @@ def needs_recast(unit: UnitState) -> bool:
         for state in flat.params:
             if state.resting.dtype != (state.spec.dtype if state.face is not None else flat.precision.compute):
                 return True
-            if flat.is_aliased and flat.full is not None and not _is_inside(state.compute, flat.full):
+            if flat.is_aliased and flat.full is not None and not lies_at(state.compute, flat.full, state.spec.offset):
                 return True
     return False
-
-
-def _is_inside(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    return tensor.numel() == 0 or torch_private.storage_key(tensor) == torch_private.storage_key(buffer)
 
 
 def _recast_flat(flat: FlatState, plan: Plan) -> bool:
@@ -48,7 +43,9 @@ def _recast_flat(flat: FlatState, plan: Plan) -> bool:
             "cast parts before shardwise.shard."
         )
     (dtype,) = dtypes
-    is_detached = flat.is_aliased and flat.full is not None and any(not _is_inside(s.compute, flat.full) for s in flat.params)
+    is_detached = (
+        flat.is_aliased and flat.full is not None and any(not lies_at(s.compute, flat.full, s.spec.offset) for s in flat.params)
+    )
     if dtype == flat.spec.dtype and not is_detached:
         return False
     _rebuild(flat, dtype, plan)

@@ -1,0 +1,404 @@
+"""The product of what may be combined, how a case of it is trained, and what plain torch makes of the same training.
+
+`train` runs a case on the ranks of a process group. `reference` is written against the documented rules alone, in one process
+and without Shardwise: the ranks' gradients one after another, added along the tree. Both end in the same kind of `Outcome`, so
+that equal outcomes mean equal bits, whatever the stage, the prefetch depth and the layout.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.devices.pool import Poison
+from shardwise.testing import World
+
+NUM_STEPS = 20
+MAX_NORM = 0.7
+OVERFLOW_STEP = 7
+VOCABULARY, WIDTH, LENGTH, BATCH = 37, 24, 5, 2
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "ranks": (1, 2, 3, 4),
+    "compute": ("fp32", "bf16", "bf16-reduced", "fp16"),
+    "optimizer": ("AdamW", "SGD", "Adagrad", "Adafactor", "Muon"),
+    "accumulation": ("none", "no_sync", "synced"),
+    "stage": (0, 1, 2, 3),
+    "prefetch": (0, 1, 2, 3),
+    "layout": ("even", "weighted", "whole", "auto"),
+}
+PRECISION = {
+    "fp32": (None, None),
+    "bf16": ("bfloat16", "float32"),
+    "bf16-reduced": ("bfloat16", "bfloat16"),
+    "fp16": ("float16", None),
+}
+WEIGHTS = {1: (1.0,), 2: (1.0, 2.0), 3: (3.0, 1.0, 2.0), 4: (1.0, 0.0, 2.0, 3.0)}
+NEEDS_WHOLE = ("Adafactor", "Muon")
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    """What decides the numbers."""
+
+    ranks: int
+    compute: str
+    optimizer: str
+    accumulation: str
+
+
+@dataclass(frozen=True, order=True)
+class Case(Group):
+    """A group, and what must not change its numbers."""
+
+    stage: int
+    prefetch: int
+    layout: str
+
+    @property
+    def group(self) -> Group:
+        return Group(*astuple(self)[:4])
+
+    @property
+    def is_legal(self) -> bool:
+        """Optimizers that need whole matrices take no cuts through them; for the others, `auto` is `even` again."""
+        return self.layout in (("whole", "auto") if self.optimizer in NEEDS_WHOLE else ("even", "weighted", "whole"))
+
+
+def all_cases() -> list[Case]:
+    """Every legal combination."""
+    product = itertools.starmap(Case, itertools.product(*(FACTORS[field.name] for field in fields(Case))))
+    return [case for case in product if case.is_legal]
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(case: Any) -> set[Pair]:
+    """All pairs of values of two factors in a case."""
+    values = [(field.name, getattr(case, field.name)) for field in fields(case)]
+    return set(itertools.combinations(values, 2))
+
+
+def covering(cases: Sequence[Any]) -> list[Any]:
+    """Few of the cases, in which every pair of values occurs that occurs in any of them. Greedy: the most new pairs first."""
+    pairs = {case: pairs_of(case) for case in cases}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(pairs, key=lambda case: len(pairs[case] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+class Block(nn.Module):
+    """A transformer block of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.second_norm = nn.LayerNorm(WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 45)
+        self.down = nn.Linear(45, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.attention(self.first_norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+
+
+class Gpt(nn.Module):
+    """A tied embedding, three blocks, a scalar parameter and a frozen one. Its forward returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.tokens.weight, std=0.2)
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.temperature = nn.Parameter(torch.tensor(0.9))
+        self.shift = nn.Parameter(torch.linspace(-0.1, 0.1, VOCABULARY), requires_grad=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(batch[:, :-1]) + self.places
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)) * self.temperature + self.shift
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def make_model(seed: int) -> Gpt:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Gpt()
+
+
+def make_batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+
+
+def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    params = list(model.parameters())
+    matrices = [param for param in params if param.dim() == 2 and param.requires_grad]
+    others = [param for param in params if param.dim() != 2 or not param.requires_grad]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}]
+    if kind == "AdamW":
+        return [torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)]
+    if kind == "SGD":
+        return [torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.0)]
+    if kind == "Adagrad":
+        return [torch.optim.Adagrad(groups, lr=2e-2)]
+    if kind == "Adafactor":
+        return [torch.optim.Adafactor(groups, lr=2e-2)]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def scaler_options() -> dict[str, Any]:
+    return {"init_scale": 256.0, "growth_interval": 6}
+
+
+def num_micro_steps(group: Group) -> int:
+    return 1 if group.accumulation == "none" else 2
+
+
+def loss_factor(group: Group, step: int, micro: int, rank: int) -> float:
+    """Averages micro-steps; and in half precision, one rank overflows in one step."""
+    is_overflow = group.compute == "fp16" and (step, micro, rank) == (OVERFLOW_STEP, 0, group.ranks - 1)
+    return 1e30 if is_overflow else 1.0 / num_micro_steps(group)
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+Outcome = dict[str, str]
+"""Facts by name: hashes of bits, and numbers in hexadecimal. Those that begin with `loss` belong to one rank."""
+
+
+def bits_of(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()}"
+
+
+def states_in(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str]]:
+    names = {param: name for name, param in model.named_parameters()}
+    for optimizer in optimizers:
+        for param, values in optimizer.state.items():
+            for key, value in values.items():
+                yield f"{type(optimizer).__name__} {names[param]} {key}", bits_of(torch.as_tensor(value))
+
+
+def difference(found: Outcome, expected: Outcome) -> str | None:
+    """The first fact that differs, in the order in which training makes them."""
+    for name in dict.fromkeys([*expected, *found]):
+        if found.get(name) != expected.get(name):
+            return f"{name}: {found.get(name)} where {expected.get(name)} was expected"
+    return None
+
+
+# ---------------------------------------------------------------- with Shardwise
+
+
+def train(case: Case, lanes: Any = None) -> Outcome:
+    """Train a case on this rank; other ranks do the same. Rank 0 decides the initial weights."""
+    rank = lanes.rank if lanes is not None else dist.get_rank()
+    model = make_model(seed=rank)
+    optimizers = make_optimizers(model, case.optimizer)
+    param_dtype, reduce_dtype = PRECISION[case.compute]
+    plan = shardwise.Plan(
+        stage=case.stage,
+        layout=case.layout,
+        weights=WEIGHTS[case.ranks] if case.layout == "weighted" else None,
+        prefetch=case.prefetch,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+    shardwise.shard(model, optimizers, plan=plan, lanes=lanes)
+    # Odd stages take Shardwise's scaler, even ones torch's own.
+    scaler_class = shardwise.GradScaler if case.stage % 2 else torch.amp.GradScaler
+    scaler = scaler_class("cpu", enabled=case.compute == "fp16", **scaler_options())
+    facts: Outcome = {}
+    for step in range(NUM_STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro in range(num_micro_steps(case)):
+            is_quiet = case.accumulation == "no_sync" and micro == 0
+            with shardwise.no_sync(model) if is_quiet else nullcontext():
+                loss = model(make_batch(step, micro, rank)) * loss_factor(case, step, micro, rank)
+                scaler.scale(loss).backward()
+            facts[f"loss {step}.{micro} on rank {rank}"] = loss.item().hex()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        facts[f"norm {step}"] = float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)).hex()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    facts["scale"] = scaler.get_scale().hex()
+    with shardwise.gathered(model):
+        facts.update({f"weight {name}": bits_of(param) for name, param in model.named_parameters()})
+    shardwise.unshard(model, optimizers)
+    facts.update(states_in(model, optimizers))
+    for name, param in model.named_parameters():
+        if facts[f"weight {name}"] != bits_of(param):
+            raise AssertionError(f"{name} has other bits after unshard than inside gathered")
+    return facts
+
+
+def train_all(cases: Sequence[Case]) -> list[Outcome | str]:
+    """Train cases one after the other on this rank. One that fails alike on all ranks does not keep the others from running."""
+    Poison.enabled = True
+    outcomes: list[Outcome | str] = []
+    for case in cases:
+        try:
+            outcomes.append(train(case))
+        except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+# ---------------------------------------------------------------- without Shardwise
+
+
+def reference(group: Group) -> Outcome:
+    """The same training in one process, by plain torch and the documented order of sums."""
+    model, compute_model = make_model(seed=0), make_model(seed=0)
+    param_dtype, reduce_dtype = PRECISION[group.compute]
+    compute_model.to(getattr(torch, param_dtype or "float32"))
+    masters, copies = list(model.parameters()), list(compute_model.parameters())
+    optimizers = make_optimizers(model, group.optimizer)
+    scale = Scale(is_used=group.compute == "fp16")
+    facts: Outcome = {}
+    for step in range(NUM_STEPS):
+        with torch.no_grad():
+            for copy, master in zip(copies, masters, strict=True):
+                copy.copy_(master)
+        rounds = []
+        for micro in range(num_micro_steps(group)):
+            parts = []
+            for rank in range(group.ranks):
+                loss = compute_model(make_batch(step, micro, rank)) * loss_factor(group, step, micro, rank)
+                (loss * scale.value).backward()
+                facts[f"loss {step}.{micro} on rank {rank}"] = loss.item().hex()
+                parts.append(
+                    [weighted(copy, group.ranks, getattr(torch, reduce_dtype or str(copy.dtype)[6:])) for copy in copies]
+                )
+                compute_model.zero_grad()
+            rounds.append(parts)
+        # Reduced in few bits, but unscaled, clipped and used in those of the parameters.
+        grads = [None if grad is None else grad.float() for grad in reduced(rounds, group)]
+        is_finite = all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
+        norm, grads = clip(grads, 1.0 / scale.value)
+        facts[f"norm {step}"] = norm.hex()
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
+        for optimizer in optimizers if is_finite else ():
+            optimizer.step()
+        scale.update(is_finite)
+    facts["scale"] = scale.value.hex()
+    facts.update({f"weight {name}": bits_of(param) for name, param in model.named_parameters()})
+    facts.update(states_in(model, optimizers))
+    return facts
+
+
+class Scale:
+    """Dynamic loss scaling, as torch documents it."""
+
+    def __init__(self, *, is_used: bool) -> None:
+        self.value = scaler_options()["init_scale"] if is_used else 1.0
+        self._is_used = is_used
+        self._num_good = 0
+
+    def update(self, is_finite: bool) -> None:
+        self._num_good = self._num_good + 1 if is_finite else 0
+        if self._is_used and not is_finite:
+            self.value *= 0.5
+        elif self._is_used and self._num_good == scaler_options()["growth_interval"]:
+            self.value *= 2.0
+            self._num_good = 0
+
+
+def clip(grads: Sequence[Any], factor: float) -> tuple[float, list[Any]]:
+    """Scale and clip. Gradients of 16 bits are not multiplied before they have 32, and then with one factor."""
+    is_narrow = any(grad is not None and grad.itemsize < 4 for grad in grads)
+    if not is_narrow:
+        grads = [None if grad is None else grad * factor for grad in grads]
+    norms = [exact_norm(grad) * (factor if is_narrow else 1.0) for grad in grads if grad is not None]
+    total = torch.linalg.vector_norm(torch.tensor(norms))
+    coefficient = (MAX_NORM / (total + 1e-6)).clamp(max=1.0) * (factor if is_narrow else 1.0)
+    return total.item(), [None if grad is None else grad.float() * coefficient for grad in grads]
+
+
+def exact_norm(grad: torch.Tensor) -> float:
+    """The root of the exact sum of the sums of blocks of 64, each of which is added pairwise."""
+    flat = grad.flatten().float()
+    if not flat.isfinite().all():
+        return math.nan if flat.isnan().any() else math.inf
+    blocks = F.pad(flat, (0, -flat.numel() % 64)).view(-1, 64).square()
+    while blocks.shape[1] > 1:
+        blocks = blocks[:, : blocks.shape[1] // 2] + blocks[:, blocks.shape[1] // 2 :]
+    return math.sqrt(math.fsum(blocks.flatten().tolist()))
+
+
+def weighted(copy: nn.Parameter, num_ranks: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if copy.grad is None else copy.grad.to(dtype) * (1.0 / num_ranks)
+
+
+def reduced(rounds: list[list[list[Any]]], group: Group) -> list[Any]:
+    """Inside no_sync, gradients are added on each rank and then over the ranks; else over the ranks and then to earlier ones."""
+    if group.accumulation == "no_sync":
+        rounds = [[[add(a, b) for a, b in zip(*micros, strict=True)] for micros in zip(*rounds, strict=True)]]
+    sums = [[tree_sum(parts) for parts in zip(*ranks, strict=True)] for ranks in rounds]
+    return sums[0] if len(sums) == 1 else [add(b, a) for a, b in zip(*sums, strict=True)]
+
+
+def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return None if a is None or b is None else a + b
+
+
+def tree_sum(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if len(parts) == 4:
+        return add(add(parts[0], parts[1]), add(parts[2], parts[3]))
+    pair = add(parts[0], parts[1])
+    return pair if len(parts) == 2 else add(pair, parts[2])
+
+
+def references(groups: Sequence[Group]) -> dict[Group, Outcome]:
+    """This rank's share of the groups."""
+    return {group: reference(group) for group in groups[dist.get_rank() :: dist.get_world_size()]}
+
+
+def compare(world: World, cases: Sequence[Case]) -> list[str]:
+    """Train cases of one number of ranks; returns what differs from plain torch, on any rank."""
+    groups = list(dict.fromkeys(case.group for case in cases))
+    expected = {group: facts for part in world.run(references, groups, ranks=2) for group, facts in part.items()}
+    wrong = []
+    for chunk in (cases[at : at + 12] for at in range(0, len(cases), 12)):
+        for rank, outcomes in enumerate(world.run(train_all, chunk, ranks=chunk[0].ranks, timeout_seconds=280)):
+            for case, found in zip(chunk, outcomes, strict=True):
+                facts = expected[case.group].items()
+                mine = {name: value for name, value in facts if not name.startswith("loss") or name.endswith(f"rank {rank}")}
+                fact = found if isinstance(found, str) else difference(found, mine)
+                if fact is not None:
+                    wrong.append(f"{case} on rank {rank}: {fact}")
+    return wrong

@@ -1,0 +1,68 @@
+"""How far a run is, on a terminal and elsewhere."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from shardwise.recipes.progress import Pace, show_progress
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_pace_leaves_the_first_step_out() -> None:
+    clock = Clock()
+    pace = Pace(num_steps=100, tokens_per_step=500, clock=clock)
+    clock.seconds = 60.0
+    pace.tick(1)
+    assert pace.tokens_per_second == 0
+    for step in range(2, 12):
+        clock.seconds += 0.5
+        pace.tick(step)
+    assert pace.seconds_per_step == pytest.approx(0.5)
+    assert pace.tokens_per_second == pytest.approx(1000)
+    assert pace.describe() == (" 1,000 tokens/s", "0:00:44 left")
+
+
+def show(*, is_terminal: bool, **options: object) -> str:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=is_terminal, width=100, **options)  # type: ignore[arg-type]
+    with show_progress(console, 3, Pace(3, 10)) as on_step:
+        for step in (1, 2, 3):
+            on_step(step, 5.0 - step)
+    return screen.getvalue()
+
+
+def test_terminal_shows_a_bar_and_gets_its_cursor_back() -> None:
+    shown = show(is_terminal=True)
+    assert "step 3/3" in shown
+    assert "2.0000" in shown
+    assert "━" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_elsewhere_there_are_plain_lines_now_and_then_and_at_the_end() -> None:
+    lines = show(is_terminal=False).splitlines()
+    assert [line.split()[:4] for line in lines] == [["step", "1/3", "loss", "4.0000"], ["step", "3/3", "loss", "2.0000"]]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[38;5" not in show(is_terminal=True)
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    pace = Pace(2, 10)
+    with show_progress(None, 2, pace) as on_step:
+        on_step(1, 3.0)
+        on_step(2, 2.0)
+    assert capsys.readouterr() == ("", "")
+    assert pace.tokens_per_second > 0
