@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import time
 from typing import Any
 
@@ -62,11 +64,11 @@ def test_wrong_arguments_are_refused_before_anything_changes() -> None:
     foreign = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(shardwise.UsageError, match="none of this model's"):
         shardwise.shard(model, foreign, stage=3)
-    with pytest.raises(shardwise.PlanError, match="stage must be 0, 1, 2 or 3 but is 4"):
+    with pytest.raises(shardwise.PlanError, match=r"stage must be 0, 1, 2 or 3 but is 4"):
         shardwise.shard(model, stage=4)
-    with pytest.raises(shardwise.PlanError, match="'prefetsch'. Did you mean 'prefetch'"):
+    with pytest.raises(shardwise.PlanError, match=r"'prefetsch'\. Did you mean 'prefetch'"):
         shardwise.shard(model, stage=3, prefetsch=1)
-    with pytest.raises(shardwise.PlanError, match="no module|has none of that name"):
+    with pytest.raises(shardwise.PlanError, match="has none of that name"):
         shardwise.shard(model, stage=3, units=["blocks.7"])
     with pytest.raises(TypeError, match=r"must be an nn\.Module"):
         shardwise.shard([model], stage=3)
@@ -94,8 +96,7 @@ def test_ranks_that_disagree_all_raise_with_the_first_difference(world: World, k
     for name, message, is_plain in world.run(disagree, kind, ranks=3):
         assert name == "UsageError"
         assert is_plain
-        pytest.raises(shardwise.UsageError, match=f"rank 1 has '{text}").__class__  # noqa: B018
-        assert __import__("re").search(f"rank 1 has '.*{text}", message), message
+        assert re.search(f"rank 1 has '.*{text}", message), message
 
 
 def used_on_some_ranks(stage: int, option: str, late: bool) -> tuple[str, str, list[torch.Tensor], bool]:
@@ -187,10 +188,10 @@ def test_nonfinite_gradients_have_one_verdict_on_all_ranks(world: World, stage: 
 
 def read_released() -> list[tuple[str, str]]:
     model, _, _ = make(3)
-    found = [raised(lambda: model.first.weight.sum()), raised(lambda: model.first.weight.tolist())]
+    found = [raised(model.first.weight.sum), raised(model.first.weight.tolist)]
     if dist.get_rank() == 0:
         found.append(raised(model.state_dict))
-    found.append(raised(lambda: __import__("copy").deepcopy(model)))
+    found.append(raised(lambda: copy.deepcopy(model)))
     with shardwise.gathered(model):
         found.append(("", str(sorted(model.state_dict()))))
     return found

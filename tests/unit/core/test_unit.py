@@ -1,5 +1,7 @@
 """Units: every parameter in one of them, at a gather point that spans all of its reads, at an aligned place."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -150,7 +152,7 @@ def test_segments_cut_every_element_once(numels: list[int], cuts: list[int]) -> 
     edges = [0, *sorted(min(cut * ALIGNMENT, flat.numel) for cut in cuts), flat.numel]
     buffer = torch.arange(flat.numel)
     seen: dict[str, list[int]] = {spec.name: [] for spec in specs}
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         pieces = flat.segments((low, high))
         assert [piece.param for piece in pieces] == specs, "every parameter has a segment, possibly an empty one"
         for piece in pieces:

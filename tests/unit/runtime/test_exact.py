@@ -1,5 +1,6 @@
 """Exact sums: the correctly rounded sum of the block sums, whatever the cuts, against fractions."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -52,7 +53,7 @@ def test_sum_is_exact_for_any_cuts(dtype: torch.dtype, data: st.DataObject, powe
     assert exact.from_windows(rows_of(values, power), dtype) == expected
     cuts = sorted(data.draw(st.lists(st.integers(0, values.numel() // ALIGNMENT), max_size=4)))
     edges = [0, *(cut * ALIGNMENT for cut in cuts), values.numel()]
-    rows = [row for low, high in zip(edges, edges[1:], strict=False) for row in rows_of(values[low:high], power)]
+    rows = [row for low, high in itertools.pairwise(edges) for row in rows_of(values[low:high], power)]
     assert exact.from_windows(data.draw(st.permutations(rows)), dtype) == expected
 
 
