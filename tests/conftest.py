@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from shardwise.devices.pool import Poison
 from shardwise.testing import World
 
 
@@ -14,6 +15,7 @@ def pytest_configure() -> None:
     # The ranks of a test share the cores of one machine; workers inherit the environment.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    Poison.enabled = True  # Workers do the same: released memory is filled with NaN in every test.
 
 
 @pytest.fixture(scope="session")

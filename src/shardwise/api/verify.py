@@ -51,7 +51,9 @@ class Verdict:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = f"stage {self.stage} (plan {self.plan_hash}) on {self.num_ranks} ranks, {self.num_steps} steps"
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
+        head = f"stage {self.stage} (plan {self.plan_hash}) on {ranks}, {steps}"
         if self.first_difference is None:
             return f"Equal to the bit: {head}, {self.num_parameters} parameters, losses and gradients against stage 0."
         found = self.first_difference

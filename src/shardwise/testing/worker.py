@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwise.devices.pool import Poison
+
 STACK_SIGNAL = signal.SIGUSR1
 # What the pipe carries besides jobs and answers. The parent ends a job on all ranks together: a rank that left its process
 # group early could break the last collective of the others.
@@ -120,6 +122,7 @@ def _prepare(stacks: Connection) -> None:
     faulthandler.register(STACK_SIGNAL, file=stacks.fileno(), all_threads=True)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    Poison.enabled = True  # A late read of released memory gives NaN, in every test.
     _freeze_heap()
 
 
@@ -148,6 +151,7 @@ class _ProcessState:
     def restore(self) -> None:
         torch.set_default_dtype(self._default_dtype)
         torch.set_num_threads(self._num_threads)
+        Poison.enabled = True
         if self._environment != os.environ:
             os.environ.clear()
             os.environ.update(self._environment)
