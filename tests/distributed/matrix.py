@@ -189,14 +189,13 @@ def loss_factor(group: Group, step: int, micro: int, rank: int) -> float:
 
 # ---------------------------------------------------------------- what comes out
 
-
 Outcome = dict[str, str]
 """Facts by name: hashes of bits, and numbers in hexadecimal. Those that begin with `loss` belong to one rank."""
 
 
 def bits_of(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()}"
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
 
 def states_in(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, str]]:
@@ -375,12 +374,8 @@ def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def tree_sum(parts: Sequence[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    if len(parts) == 4:
-        return add(add(parts[0], parts[1]), add(parts[2], parts[3]))
-    pair = add(parts[0], parts[1])
-    return pair if len(parts) == 2 else add(pair, parts[2])
+    half = (len(parts) + 1) // 2
+    return parts[0] if len(parts) == 1 else add(tree_sum(parts[:half]), tree_sum(parts[half:]))
 
 
 def references(groups: Sequence[Group]) -> dict[Group, Outcome]:
@@ -388,13 +383,18 @@ def references(groups: Sequence[Group]) -> dict[Group, Outcome]:
     return {group: reference(group) for group in groups[dist.get_rank() :: dist.get_world_size()]}
 
 
-def compare(world: World, cases: Sequence[Case]) -> list[str]:
+def compare(world: World, cases: Sequence[Case], timeout_seconds: float = 280.0) -> list[str]:
     """Train cases of one number of ranks; returns what differs from plain torch, on any rank."""
     groups = list(dict.fromkeys(case.group for case in cases))
-    expected = {group: facts for part in world.run(references, groups, ranks=2) for group, facts in part.items()}
+    expected = {
+        group: facts
+        for part in world.run(references, groups, ranks=2, timeout_seconds=timeout_seconds)
+        for group, facts in part.items()
+    }
     wrong = []
     for chunk in (cases[at : at + 12] for at in range(0, len(cases), 12)):
-        for rank, outcomes in enumerate(world.run(train_all, chunk, ranks=chunk[0].ranks, timeout_seconds=280)):
+        by_rank = world.run(train_all, chunk, ranks=chunk[0].ranks, timeout_seconds=timeout_seconds)
+        for rank, outcomes in enumerate(by_rank):
             for case, found in zip(chunk, outcomes, strict=True):
                 facts = expected[case.group].items()
                 mine = {name: value for name, value in facts if not name.startswith("loss") or name.endswith(f"rank {rank}")}

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import shardwise
-from shardwise.devices.pool import Poison
 from shardwise.testing import World
 
 Leg = int | str
@@ -141,12 +140,8 @@ def copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 
 def run_case(case_type: type[Case], legs: tuple[Leg, ...], *options: Any) -> dict[Leg, Outcome]:
-    """Train a case on each leg. Memory that the engine has released holds NaN."""
-    Poison.enabled = True
-    try:
-        return {leg: run_leg(case_type(leg, *options)) for leg in legs}
-    finally:
-        Poison.enabled = False
+    """Train a case on each leg. In workers, memory that the engine has released holds NaN."""
+    return {leg: run_leg(case_type(leg, *options)) for leg in legs}
 
 
 def run_leg(case: Case) -> Outcome:
@@ -168,8 +163,10 @@ def run_leg(case: Case) -> Outcome:
 
 
 def state_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Tensors and numbers of an optimizer's state."""
     state = optimizer.state_dict()["state"]
-    return {f"{number} {key}": torch.as_tensor(value) for number in sorted(state) for key, value in state[number].items()}
+    found = ((f"{number} {key}", value) for number in sorted(state) for key, value in state[number].items())
+    return {name: torch.as_tensor(value) for name, value in found if isinstance(value, (torch.Tensor, int, float))}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ COMPARED: list[int] = []
 @pytest.mark.parametrize(("ranks", "compute", "optimizer"), ROWS)
 def test_row_of_the_product(world: World, ranks: int, compute: str, optimizer: str) -> None:
     cases = [case for case in all_cases() if (case.ranks, case.compute, case.optimizer) == (ranks, compute, optimizer)]
-    wrong = compare(world, cases)
+    wrong = compare(world, cases, timeout_seconds=1800.0)
     COMPARED.append(len(cases))
     assert not wrong, "\n" + "\n".join(wrong)
 

@@ -165,10 +165,11 @@ def write_gathered(stage: int, write: Callable[[nn.Module, dict[str, torch.Tenso
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     values = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
     shardwise.shard(model, optimizer, stage=stage)
-    with shardwise.gathered(model):
-        write(model, values)
     expected = pair()
     by_copy(expected, values)
+    with shardwise.gathered(model):
+        write(model, values)
+        assert torch.equal(model(torch.ones(2, 16)), expected(torch.ones(2, 16)))
     assert torch.equal(model(torch.ones(2, 16)), expected(torch.ones(2, 16)))
     with shardwise.gathered(model):
         assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
@@ -191,6 +192,10 @@ def freeze_gathered(stage: int) -> None:
     with shardwise.gathered(model):
         model[0].requires_grad_(False)
         before = model[0].weight.detach().clone()
+    model[1].requires_grad_(False)
+    with shardwise.gathered(model):
+        assert not any(param.requires_grad for param in model.parameters())
+    model[1].requires_grad_(True)
     assert [param.requires_grad for param in model.parameters()] == [False, False, True, True]
     model(torch.ones(2, 16)).sum().backward()
     assert [param.grad is not None for param in model.parameters()] == [False, False, True, True]
@@ -220,3 +225,23 @@ def write_outside(stage: int, write: Callable[[nn.Module, dict[str, torch.Tensor
 def test_what_is_written_outside_is_kept_or_refused(world: World, write: Callable[..., None]) -> None:
     for stage in (0, 1, 3):
         world.run(write_outside, stage, write)
+
+
+def write_to_tied(stage: int, is_gathered: bool) -> None:
+    """A new parameter at the second place of a tied one: both places take it, or it is refused."""
+    model = LanguageModel()
+    values = torch.randn(17, 16)
+    shardwise.shard(model, stage=stage)
+    with contextlib.suppress(shardwise.ShardwiseError):
+        with shardwise.gathered(model) if is_gathered else contextlib.nullcontext():
+            model.head.weight = nn.Parameter(values.clone())
+        model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+        with shardwise.gathered(model):
+            assert model.head.weight is model.embedding.weight
+            assert torch.equal(model.head.weight, values)
+
+
+@pytest.mark.parametrize("is_gathered", [True, False], ids=["gathered", "outside"])
+def test_new_parameter_at_the_second_place_of_a_tied_one_is_not_lost(world: World, is_gathered: bool) -> None:
+    for stage in (0, 3):
+        world.run(write_to_tied, stage, is_gathered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -107,7 +108,9 @@ class Plan:
         for key in ("cast_forward_inputs", "reshard_after_forward"):
             if not isinstance(getattr(self, key), bool):
                 raise PlanError(f"{key} must be true or false but is {getattr(self, key)!r}.")
+        _check_types(self)
         _check_numbers(self)
+        object.__setattr__(self, "deadline_seconds", None if self.deadline_seconds is None else float(self.deadline_seconds))
         object.__setattr__(self, "weights", None if self.weights is None else tuple(float(w) for w in self.weights))
         object.__setattr__(self, "units", None if self.units is None else tuple(self.units))
         object.__setattr__(self, "tree", None if self.tree is None else parse_tree(self.tree))
@@ -179,6 +182,20 @@ class Plan:
         return cls.from_json(text) if str(path).endswith(".json") else cls.from_toml(text)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_types(plan: Plan) -> None:
+    weights, units = plan.weights, plan.units
+    if weights is not None and (not isinstance(weights, (tuple, list)) or not all(_is_number(weight) for weight in weights)):
+        raise PlanError(f"weights must be a list of numbers, one for each rank, but is {weights!r}.")
+    if plan.deadline_seconds is not None and not _is_number(plan.deadline_seconds):
+        raise PlanError(f"deadline_seconds must be a number but is {plan.deadline_seconds!r}.")
+    if units is not None and (not isinstance(units, (tuple, list)) or not all(isinstance(name, str) for name in units)):
+        raise PlanError(f"units must be a list of module names but is {units!r}.")
+
+
 def _check_numbers(plan: Plan) -> None:
     if not isinstance(plan.prefetch, int) or isinstance(plan.prefetch, bool) or plan.prefetch < 0:
         raise PlanError(f"prefetch must be a whole number of units, 0 or more, but is {plan.prefetch!r}.")
@@ -218,4 +235,4 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -68,15 +68,15 @@ class Schedule:
 def build_schedule(units: Sequence[Unit], plan: Plan, trace: Trace) -> Schedule:
     """Lay the plan over a trace."""
     by_name = {unit.name: unit for unit in units}
-    forward = _phase(trace.forward, Point.PRE_FORWARD, by_name, plan)
-    backward = _phase(trace.backward, Point.PRE_BACKWARD, by_name, plan)
+    is_open: set[str] = set()
+    forward = _phase(trace.forward, Point.PRE_FORWARD, by_name, plan, is_open)
+    backward = _phase(trace.backward, Point.PRE_BACKWARD, by_name, plan, is_open)
     return Schedule((*forward, *backward, *_finish(units, plan)))
 
 
-def _phase(moments: Sequence[Moment], opening: Point, units: Mapping[str, Unit], plan: Plan) -> list[Entry]:
+def _phase(moments: Sequence[Moment], opening: Point, units: Mapping[str, Unit], plan: Plan, is_open: set[str]) -> list[Entry]:
     """One direction of the step. A unit that is open is not gathered again before it is released."""
     entries = []
-    is_open: set[str] = set()
     for position, moment in enumerate(moments):
         ops: list[Op] = []
         name, num_bytes = moment.unit, units[moment.unit].num_bytes

@@ -16,24 +16,30 @@ import torch
 from shardwise.core.layout import ALIGNMENT
 
 _WINDOW_BITS = 4
-_PIECE_BITS = 27
 
 
 @dataclass(frozen=True)
 class _Format:
+    """How mantissas are split. A piece, shifted within its window, leaves room for 2 ** 22 blocks in 63 bits."""
+
     mantissa_bits: int
     lowest_exponent: int
-    num_pieces: int
+    highest_exponent: int
+    piece_bits: int
+
+    @property
+    def num_pieces(self) -> int:
+        return -(-self.mantissa_bits // self.piece_bits)
 
     @property
     def num_windows(self) -> int:
-        highest = 1 - self.lowest_exponent + self.num_pieces * _PIECE_BITS
-        return (highest >> _WINDOW_BITS) + 1 + (abs(self.lowest_exponent) >> _WINDOW_BITS)
+        highest = self.highest_exponent - self.lowest_exponent + (self.num_pieces - 1) * self.piece_bits
+        return (highest >> _WINDOW_BITS) + 1
 
 
 _FORMATS = {
-    torch.float32: _Format(mantissa_bits=24, lowest_exponent=-149, num_pieces=1),
-    torch.float64: _Format(mantissa_bits=53, lowest_exponent=-1074, num_pieces=2),
+    torch.float32: _Format(mantissa_bits=24, lowest_exponent=-149, highest_exponent=128, piece_bits=24),
+    torch.float64: _Format(mantissa_bits=53, lowest_exponent=-1074, highest_exponent=1024, piece_bits=18),
 }
 
 
@@ -68,8 +74,8 @@ def to_windows(sums: torch.Tensor, keys: torch.Tensor, num_keys: int) -> torch.T
     place = exponent.to(torch.int64) - form.lowest_exponent
     windows = torch.zeros(num_keys * form.num_windows, dtype=torch.int64, device=sums.device)
     for piece in range(form.num_pieces):
-        part = (digits >> (piece * _PIECE_BITS)) & ((1 << _PIECE_BITS) - 1)
-        at = place + piece * _PIECE_BITS
+        part = (digits >> (piece * form.piece_bits)) & ((1 << form.piece_bits) - 1)
+        at = place + piece * form.piece_bits
         index = keys * form.num_windows + (at >> _WINDOW_BITS)
         windows.index_add_(0, index, part << (at & ((1 << _WINDOW_BITS) - 1)))
     return windows.view(num_keys, form.num_windows)

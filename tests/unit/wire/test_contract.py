@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -145,10 +143,6 @@ def lanes_do_not_wait_for_each_other(lanes: Lanes) -> None:
 
 
 # ---------------------------------------------------------------- who must keep it
-
-
-def run_alone(check: Callable[[Any], None], of: Callable[[Lanes], Any]) -> None:
-    check(of(solo_lanes()))
 
 
 def run_torch(name: str, is_broadcasting: bool) -> None:
