@@ -76,7 +76,9 @@ class Segment:
 
     def view(self, buffer: torch.Tensor, *, shift: int) -> torch.Tensor:
         """The segment as a view of a buffer that begins at element ``shift`` of the flat buffer."""
-        if self.is_whole and self.numel:
+        if self.param.numel == 0:
+            return buffer.new_empty(self.param.shape)
+        if self.is_whole:
             return self.param.view(buffer, shift=shift)
         return buffer[self.start - shift : self.stop - shift] if self.numel else buffer[:0]
 

@@ -136,7 +136,9 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
         if not isinstance(held, GradFace):
             continue
         binding.faces.append((state, held))
-        plain = held.usable() if may_step and state.piece.numel else None
+        # A parameter without elements is updated everywhere, as by plain torch; one whose elements others own is not.
+        is_here = state.piece.numel > 0 or state.spec.numel == 0
+        plain = held.usable() if may_step and is_here else None
         state.segment.grad = None if plain is None else plain.view_as(state.segment)
 
 
