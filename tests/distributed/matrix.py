@@ -1,17 +1,16 @@
-"""The product of what may be combined, how a case of it is trained, and what plain torch makes of the same training.
+"""The product of what may be combined, and how a case of it is trained.
 
-`train` runs a case on the ranks of a process group. `reference` is written against the documented rules alone, in one process
-and without Shardwise: the ranks' gradients one after another, added along the tree. Both end in the same kind of `Outcome`, so
-that equal outcomes mean equal bits, whatever the stage, the prefetch depth and the layout.
+Training ends in an `Outcome`, as it does in `reference`, so that equal outcomes mean equal bits, whatever the stage, the
+prefetch depth and the layout.
 """
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import astuple, dataclass, fields
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,8 @@ from torch import nn
 
 import shardwise
 from shardwise.devices.pool import Poison
-from shardwise.testing import World
+from shardwise.runtime import reduce
+from shardwise.wire import torch_comm
 
 NUM_STEPS = 20
 MAX_NORM = 0.7
@@ -262,143 +262,21 @@ def train(case: Case, lanes: Any = None) -> Outcome:
     return facts
 
 
-def train_all(cases: Sequence[Case]) -> list[Outcome | str]:
-    """Train cases one after the other on this rank. One that fails alike on all ranks does not keep the others from running."""
+def train_all(cases: Sequence[Case], *, as_large: bool = False) -> list[Outcome | str]:
+    """Train cases one after the other. One that fails alike on all ranks does not keep the others from running.
+
+    Args:
+        as_large: take the ways of large worlds: recursive halving, and gathers in one collective.
+    """
     Poison.enabled = True
+    limits = {"EXCHANGE_LIMIT": (reduce, 1), "BROADCAST_LIMIT": (torch_comm, 0)} if as_large else {}
     outcomes: list[Outcome | str] = []
-    for case in cases:
-        try:
-            outcomes.append(train(case))
-        except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
+    with ExitStack() as stack:
+        for name, (module, limit) in limits.items():
+            stack.enter_context(mock.patch.object(module, name, limit))
+        for case in cases:
+            try:
+                outcomes.append(train(case))
+            except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
     return outcomes
-
-
-# ---------------------------------------------------------------- without Shardwise
-
-
-def reference(group: Group) -> Outcome:
-    """The same training in one process, by plain torch and the documented order of sums."""
-    model, compute_model = make_model(seed=0), make_model(seed=0)
-    param_dtype, reduce_dtype = PRECISION[group.compute]
-    compute_model.to(getattr(torch, param_dtype or "float32"))
-    masters, copies = list(model.parameters()), list(compute_model.parameters())
-    optimizers = make_optimizers(model, group.optimizer)
-    scale = Scale(is_used=group.compute == "fp16")
-    facts: Outcome = {}
-    for step in range(NUM_STEPS):
-        with torch.no_grad():
-            for copy, master in zip(copies, masters, strict=True):
-                copy.copy_(master)
-        rounds = []
-        for micro in range(num_micro_steps(group)):
-            parts = []
-            for rank in range(group.ranks):
-                loss = compute_model(make_batch(step, micro, rank)) * loss_factor(group, step, micro, rank)
-                (loss * scale.value).backward()
-                facts[f"loss {step}.{micro} on rank {rank}"] = loss.item().hex()
-                parts.append(
-                    [weighted(copy, group.ranks, getattr(torch, reduce_dtype or str(copy.dtype)[6:])) for copy in copies]
-                )
-                compute_model.zero_grad()
-            rounds.append(parts)
-        # Reduced in few bits, but unscaled, clipped and used in those of the parameters.
-        grads = [None if grad is None else grad.float() for grad in reduced(rounds, group)]
-        is_finite = all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
-        norm, grads = clip(grads, 1.0 / scale.value)
-        facts[f"norm {step}"] = norm.hex()
-        for master, grad in zip(masters, grads, strict=True):
-            master.grad = grad
-        for optimizer in optimizers if is_finite else ():
-            optimizer.step()
-        scale.update(is_finite)
-    facts["scale"] = scale.value.hex()
-    facts.update({f"weight {name}": bits_of(param) for name, param in model.named_parameters()})
-    facts.update(states_in(model, optimizers))
-    return facts
-
-
-class Scale:
-    """Dynamic loss scaling, as torch documents it."""
-
-    def __init__(self, *, is_used: bool) -> None:
-        self.value = scaler_options()["init_scale"] if is_used else 1.0
-        self._is_used = is_used
-        self._num_good = 0
-
-    def update(self, is_finite: bool) -> None:
-        self._num_good = self._num_good + 1 if is_finite else 0
-        if self._is_used and not is_finite:
-            self.value *= 0.5
-        elif self._is_used and self._num_good == scaler_options()["growth_interval"]:
-            self.value *= 2.0
-            self._num_good = 0
-
-
-def clip(grads: Sequence[Any], factor: float) -> tuple[float, list[Any]]:
-    """Scale and clip. Gradients of 16 bits are not multiplied before they have 32, and then with one factor."""
-    is_narrow = any(grad is not None and grad.itemsize < 4 for grad in grads)
-    if not is_narrow:
-        grads = [None if grad is None else grad * factor for grad in grads]
-    norms = [exact_norm(grad) * (factor if is_narrow else 1.0) for grad in grads if grad is not None]
-    total = torch.linalg.vector_norm(torch.tensor(norms))
-    coefficient = (MAX_NORM / (total + 1e-6)).clamp(max=1.0) * (factor if is_narrow else 1.0)
-    return total.item(), [None if grad is None else grad.float() * coefficient for grad in grads]
-
-
-def exact_norm(grad: torch.Tensor) -> float:
-    """The root of the exact sum of the sums of blocks of 64, each of which is added pairwise."""
-    flat = grad.flatten().float()
-    if not flat.isfinite().all():
-        return math.nan if flat.isnan().any() else math.inf
-    blocks = F.pad(flat, (0, -flat.numel() % 64)).view(-1, 64).square()
-    while blocks.shape[1] > 1:
-        blocks = blocks[:, : blocks.shape[1] // 2] + blocks[:, blocks.shape[1] // 2 :]
-    return math.sqrt(math.fsum(blocks.flatten().tolist()))
-
-
-def weighted(copy: nn.Parameter, num_ranks: int, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if copy.grad is None else copy.grad.to(dtype) * (1.0 / num_ranks)
-
-
-def reduced(rounds: list[list[list[Any]]], group: Group) -> list[Any]:
-    """Inside no_sync, gradients are added on each rank and then over the ranks; else over the ranks and then to earlier ones."""
-    if group.accumulation == "no_sync":
-        rounds = [[[add(a, b) for a, b in zip(*micros, strict=True)] for micros in zip(*rounds, strict=True)]]
-    sums = [[tree_sum(parts) for parts in zip(*ranks, strict=True)] for ranks in rounds]
-    return sums[0] if len(sums) == 1 else [add(b, a) for a, b in zip(*sums, strict=True)]
-
-
-def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    return None if a is None or b is None else a + b
-
-
-def tree_sum(parts: Sequence[Any]) -> Any:
-    half = (len(parts) + 1) // 2
-    return parts[0] if len(parts) == 1 else add(tree_sum(parts[:half]), tree_sum(parts[half:]))
-
-
-def references(groups: Sequence[Group]) -> dict[Group, Outcome]:
-    """This rank's share of the groups."""
-    return {group: reference(group) for group in groups[dist.get_rank() :: dist.get_world_size()]}
-
-
-def compare(world: World, cases: Sequence[Case], timeout_seconds: float = 280.0) -> list[str]:
-    """Train cases of one number of ranks; returns what differs from plain torch, on any rank."""
-    groups = list(dict.fromkeys(case.group for case in cases))
-    expected = {
-        group: facts
-        for part in world.run(references, groups, ranks=2, timeout_seconds=timeout_seconds)
-        for group, facts in part.items()
-    }
-    wrong = []
-    for chunk in (cases[at : at + 12] for at in range(0, len(cases), 12)):
-        by_rank = world.run(train_all, chunk, ranks=chunk[0].ranks, timeout_seconds=timeout_seconds)
-        for rank, outcomes in enumerate(by_rank):
-            for case, found in zip(chunk, outcomes, strict=True):
-                facts = expected[case.group].items()
-                mine = {name: value for name, value in facts if not name.startswith("loss") or name.endswith(f"rank {rank}")}
-                fact = found if isinstance(found, str) else difference(found, mine)
-                if fact is not None:
-                    wrong.append(f"{case} on rank {rank}: {fact}")
-    return wrong

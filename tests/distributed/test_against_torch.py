@@ -178,7 +178,7 @@ def test_uneven_counts_matter(world: World) -> None:
 # ---------------------------------------------------------------- half precision
 
 
-def small_gradients(reduce_dtype: str | None) -> list[float]:
+def small_gradients(reduce_dtype: str | None, is_clipped: bool) -> list[float]:
     """Gradients of 2 ** -22 in half precision, through a loss scaler that lifts them to 2 ** -6 and back."""
     model = nn.Linear(8, 8, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -187,14 +187,17 @@ def small_gradients(reduce_dtype: str | None) -> list[float]:
     out = model(torch.full((1, 8), 2.0**-4)).float()
     scaler.scale(out.sum() * 2.0**-18 * 1.125).backward()
     scaler.unscale_(optimizer)
+    if is_clipped:
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
     with shardwise.gathered(model):
         return model.weight.grad.unique().tolist()
 
 
+@pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize("reduce_dtype", [None, "float32", "float16"])
-def test_loss_scaling_keeps_small_gradients(world: World, reduce_dtype: str | None) -> None:
+def test_loss_scaling_keeps_small_gradients(world: World, reduce_dtype: str | None, is_clipped: bool) -> None:
     # In half precision the unscaled gradient would be 5e-07 or 0: what the scaler lifts above the rounding must stay there.
-    assert world.run(small_gradients, reduce_dtype, ranks=2) == [[1.125 * 2.0**-22]] * 2
+    assert world.run(small_gradients, reduce_dtype, is_clipped, ranks=2) == [[1.125 * 2.0**-22]] * 2
 
 
 def scaled_then_changed(change: str) -> list[float]:

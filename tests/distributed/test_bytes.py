@@ -152,14 +152,17 @@ def test_bytes_on_the_wire(world: World, ranks: int, stage: int, compute: str) -
 # ---------------------------------------------------------------- bytes between steps
 
 
-def live_storages() -> dict[int, int]:
-    """Sizes of all memory under live tensors, by its address."""
+def live_tensors() -> list[torch.Tensor]:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Looking at torch's modules warns of names that are going out of use.
-        tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+        return [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+
+
+def live_storages() -> dict[int, int]:
+    """Sizes of all memory under live tensors, by its address."""
     storages = {}
-    for tensor in tensors:
+    for tensor in live_tensors():
         if tensor.layout is torch.strided and tensor.device.type == "cpu":
             storage = torch._C._disabled_torch_function_impl(torch.Tensor.untyped_storage, (), (tensor,), {})
             with suppress(RuntimeError):  # Stand-ins and fake tensors have a form but no memory.
@@ -171,6 +174,7 @@ def live_storages() -> dict[int, int]:
 def held_bytes(stage: int, changes: dict[str, Any]) -> dict[str, tuple[int, int, str]]:
     """Bytes on live tensors and in the ledger: with gradients after a step, and after they are cleared."""
     Poison.enabled = True
+    earlier = live_tensors()  # Held to the end, so that nothing new comes to lie at their addresses.
     before = set(live_storages())
     model, optimizer, handle = new_run(stage, **changes)
     train_step(model, optimizer)
@@ -181,6 +185,7 @@ def held_bytes(stage: int, changes: dict[str, Any]) -> dict[str, tuple[int, int,
         measured = sum(size for address, size in live_storages().items() if address not in before)
         found[moment] = (measured, handle.ledger.live_bytes, str(handle.ledger))
         optimizer.zero_grad()
+    del earlier
     return found
 
 

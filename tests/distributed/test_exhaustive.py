@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from shardwise.testing import World
-from tests.distributed.matrix import FACTORS, all_cases, compare
+from tests.distributed.matrix import FACTORS, all_cases
+from tests.distributed.reference import compare
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(7200)]
 ROWS = list(itertools.product(FACTORS["ranks"], FACTORS["compute"], FACTORS["optimizer"]))

@@ -7,7 +7,8 @@ from dataclasses import make_dataclass
 import pytest
 
 from shardwise.testing import World
-from tests.distributed.matrix import FACTORS, all_cases, compare, covering, difference, pairs_of
+from tests.distributed.matrix import FACTORS, all_cases, covering, difference, pairs_of
+from tests.distributed.reference import compare
 
 pytestmark = pytest.mark.dist
 CASES = covering(all_cases())
@@ -16,6 +17,14 @@ CASES = covering(all_cases())
 @pytest.mark.parametrize("ranks", FACTORS["ranks"])
 def test_bits_do_not_depend_on_stage_prefetch_and_layout(world: World, ranks: int) -> None:
     wrong = compare(world, [case for case in CASES if case.ranks == ranks])
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ways_of_large_worlds_have_the_same_bits(world: World, ranks: int) -> None:
+    cases = {case.stage: case for case in CASES if case.ranks == ranks}
+    assert len(cases) == 4
+    wrong = compare(world, list(cases.values()), as_large=True)
     assert not wrong, "\n" + "\n".join(wrong)
 
 

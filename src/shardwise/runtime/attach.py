@@ -38,8 +38,9 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
         if state is not None:
             remember(old, state)
     for name, module in engine.modules.items():
-        if any(_contains(name, unit.name) for unit in units):
-            engine.handles.extend(attach_hooks(engine, name, module))
+        has_units = any(_contains(name, unit.name) for unit in units)
+        if has_units or any(state_of(param) is not None for param in module.parameters()):
+            engine.handles.extend(attach_hooks(engine, name, module, has_units=has_units))
         if isinstance(module, nn.TransformerEncoder):
             # It looks at the weights of its first layer to choose a kernel.
             for unit in units:

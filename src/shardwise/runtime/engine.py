@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.core.errors import DesyncError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.core.ledger import Kind, Ledger
-from shardwise.core.plan import Plan, StateKind
+from shardwise.core.plan import Plan
 from shardwise.core.schedule import Schedule, build_schedule
 from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
@@ -24,7 +24,7 @@ from shardwise.devices import torch_private
 from shardwise.runtime import digest
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import ParamState, remember, state_of
+from shardwise.runtime.flat import ParamState, remember
 from shardwise.runtime.forward import Forward
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.opened import Opened
@@ -138,22 +138,36 @@ class Engine:
             self.recover()
         self.settle()
         for opened in self.opened:
+            opened.collect()
+        for opened in self.opened:
+            opened.take_foreign()
             opened.store_own_part()
         self._hook_params()
         if self.plan.buffers != "local" and self.lanes.size > 1 and self.is_synced:
             self._sync_buffers(module)
 
     def settle(self) -> None:
-        """If the user has cast the model or put other parameters into it since the last step, follow."""
-        for state in self.params:
-            shown = state.shown
-            is_ours = shown is state.resting or shown is state.compute
-            if not is_ours and isinstance(shown, nn.Parameter) and state_of(shown) is None:
-                self.write(state, shown.detach())
-                state.resting.requires_grad_(shown.requires_grad)
-                state.show(state.resting)
+        """If the user has cast the model since the last step, follow."""
         if any(needs_recast(unit) for unit in self.executor.units.values()):
             recast(self.executor, self.plan)
+
+    def replace(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+        """A user puts another parameter into a module: take its values over, at all places that share it; what stands there stays."""
+        state = next((s for s in self.params if any(m is module and n == name for m, n in s.places)), None)
+        if state is None or param is state.compute or param is state.resting:
+            return None
+        if state.opened is None:
+            self.write(state, param.detach())
+        elif tuple(param.shape) != state.spec.shape:
+            raise UsageError(
+                f"'{state.spec.name}' has shape {state.spec.shape} but a tensor of {tuple(param.shape)} was put in its place. "
+                "Call shardwise.unshard before changing the form of a model."
+            )
+        else:
+            with torch.no_grad():
+                state.opened.copy_(param)
+        state.resting.requires_grad_(param.requires_grad)
+        return state.resting
 
     def _hook_params(self) -> None:
         for state in self.params:
@@ -202,9 +216,7 @@ class Engine:
         self.reducer.abandon()
         self._pinned.clear()
         self.executor.reset()
-        if StateKind.PARAM not in self.plan.sharded:
-            return
-        self.executor.pool.trim()
+        self.executor.trim()
 
     # What stand-ins ask
 
@@ -402,7 +414,7 @@ class Engine:
             self.executor.release(unit)
         self._pinned.clear()
         self.executor.refresh(updated)
-        self.executor.pool.trim()
+        self.executor.trim()
         self.ledger.set(Kind.OPTIM, optim_bytes)
 
 

@@ -17,9 +17,9 @@ from shardwise.core.plan import Plan, StateKind
 from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
 from shardwise.devices import torch_private
-from shardwise.devices.pool import Poison, Pool, poison
-from shardwise.runtime.flat import FlatState
-from shardwise.runtime.parameter import point_away, point_to
+from shardwise.devices.pool import Pool
+from shardwise.runtime.flat import FlatState, lies_at
+from shardwise.runtime.parameter import bring_values, point_away, point_to
 from shardwise.wire.comm import Handle, Lanes
 
 _LOG_LIMIT = 4096
@@ -123,8 +123,17 @@ class Executor:
                     if self._is_sharded and flat.full is not None:
                         point_to(flat, flat.full)
         if state.num_leases == 0:
+            self._bring_back(state)
             self._show(state)
         state.num_leases += 1
+
+    def _bring_back(self, state: UnitState) -> None:
+        """A module that casts its weights in its own forward has put a copy under them, which updates would not reach."""
+        for flat in state.flats:
+            if flat.full is not None and not self._is_sharded and not flat.is_aliased:
+                for param in flat.params:
+                    if not lies_at(param.compute, flat.full, param.spec.offset):
+                        bring_values(param, flat.full)
 
     def release(self, name: str) -> None:
         """Give one lease back; the last one frees the buffers."""
@@ -167,10 +176,16 @@ class Executor:
         if torch_private.is_shared(buffer):
             flat.reserved = buffer
             self.ledger.add(Kind.GATHERED, -buffer.numel() * buffer.element_size())
-            if Poison.enabled:
-                poison(buffer)
         else:
             self.pool.give(buffer, Kind.GATHERED)
+
+    def trim(self) -> None:
+        """Free what nobody holds: also what was shared when it was released, perhaps with a collective that was just ending."""
+        self.pool.trim()
+        for state in self.units.values():
+            for flat in state.flats:
+                if flat.reserved is not None and not torch_private.is_shared(flat.reserved):
+                    flat.reserved = None
 
     def _show(self, state: UnitState) -> None:
         for flat in state.flats:

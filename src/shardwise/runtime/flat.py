@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
+from shardwise.core.ledger import Kind, Ledger
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.unit import FlatSpec, ParamSpec, Segment
 
@@ -43,7 +44,20 @@ class GradBuffer:
 
     values: torch.Tensor
     start: int
+    ledger: Ledger
     factors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ledger.add(Kind.GRAD, self.values.nbytes)
+
+    def __del__(self) -> None:
+        self.ledger.add(Kind.GRAD, -self.values.nbytes)
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Hold the values in a dtype of more bits from now on."""
+        before = self.values.nbytes
+        self.values = self.values.to(dtype)
+        self.ledger.add(Kind.GRAD, self.values.nbytes - before)
 
 
 class Host(Protocol):
@@ -51,6 +65,7 @@ class Host(Protocol):
 
     plan: Plan
     layout_kind: str
+    ledger: Ledger
 
     @property
     def is_computing(self) -> bool:

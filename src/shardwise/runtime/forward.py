@@ -76,6 +76,15 @@ class Forward:
         """Whether a call of the model has not returned."""
         return bool(self._frames)
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether a call that begins now comes from outside."""
+        return not self._frames and torch_private.graph_task() == -1
+
+    def is_entered_at(self, name: str) -> bool:
+        """Whether the innermost open call is an entry at a module."""
+        return bool(self._frames) and self._frames[-1].is_entry and self._frames[-1].name == name
+
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a module's forward: open the units that are gathered there, watch what autograd saves, cast inputs."""
         is_recompute = torch_private.graph_task() != -1

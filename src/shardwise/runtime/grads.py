@@ -64,6 +64,15 @@ class GradFace(Standing, torch.Tensor):
         self.buffer.factors[self.state.index] = factor if before is None else before * factor
         return True
 
+    def settle(self) -> None:
+        """Multiply a noted factor in, with enough bits, before an operation that must see the values as they are."""
+        if self.buffer is None or self.factor is None:
+            return
+        self.buffer.widen(self.state.spec.dtype)
+        factor, reduced = self.buffer.factors.pop(self.state.index), self.reduced
+        if reduced is not None:
+            reduced.mul_(factor.to(reduced.device))
+
     def parts(self) -> list[torch.Tensor]:
         """All values of this gradient that are on this rank: reduced, and accumulated but not yet reduced."""
         parts = [] if self.reduced is None else [self.reduced]
@@ -119,6 +128,7 @@ def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         and _scale_face(face, others[0], func.overloadpacket is aten.div_)
     ):
         return face
+    face.settle()
     for part in face.parts():
         func(part, *others, **kwargs)
     face.state.host.grads_changed()
@@ -144,6 +154,8 @@ def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         is_scaling = is_division or func.overloadpacket is aten._foreach_mul_
         if is_scaling and isinstance(face, GradFace) and _scale_face(face, args[1], is_division):
             continue
+        if isinstance(face, GradFace):
+            face.settle()
         parts.extend(face.parts() if isinstance(face, GradFace) else [face])
         if isinstance(face, GradFace):
             face.state.host.grads_changed()
@@ -189,6 +201,8 @@ def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
 
 def _zero(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
     face: GradFace = args[0]
+    if face.buffer is not None:
+        face.buffer.factors.pop(face.state.index, None)  # It may be nan: nothing times nan is not nothing.
     for part in face.parts():
         part.zero_()
     face.state.host.grads_changed()
@@ -251,7 +265,8 @@ def assign_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
         raise UsageError(
             f"The gradient of '{state.spec.name}' must have shape {tuple(param.shape)} but got {tuple(value.shape)}."
         )
-    buffer = GradBuffer(value.new_zeros(state.flat.master.numel(), dtype=state.flat.precision.reduce), state.flat.bounds[0])
+    zeros = value.new_zeros(state.flat.master.numel(), dtype=state.flat.precision.reduce)
+    buffer = GradBuffer(zeros, state.flat.bounds[0], state.host.ledger)
     face = GradFace(state, buffer, state.segment)
     whole = state.spec.view(value.new_zeros(state.flat.layout.numel))
     whole.copy_(value.detach())

@@ -44,9 +44,30 @@ class PostForward(_Hook):
         return self._engine.forward.leave(self._name, output)
 
 
-def attach_hooks(engine: Engine, name: str, module: nn.Module) -> list[Any]:
+class PreForwardAlone(PreForward):
+    """Before the forward of a module whose weights travel with a module above it: only a call from outside is noticed."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin an entry, unless a call of the model is open."""
+        if self._engine is None or not self._engine.forward.is_outside:
+            return None
+        return super().__call__(module, args, kwargs)
+
+
+class PostForwardAlone(PostForward):
+    """After the forward of such a module."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """End the entry that the call began."""
+        if self._engine is None or not self._engine.forward.is_entered_at(self._name):
+            return None
+        return super().__call__(module, args, output)
+
+
+def attach_hooks(engine: Engine, name: str, module: nn.Module, *, has_units: bool = True) -> list[Any]:
     """Hook a module: first before its forward, last after it."""
+    before, after = (PreForward, PostForward) if has_units else (PreForwardAlone, PostForwardAlone)
     return [
-        module.register_forward_pre_hook(PreForward(engine, name), prepend=True, with_kwargs=True),
-        module.register_forward_hook(PostForward(engine, name), always_call=True),
+        module.register_forward_pre_hook(before(engine, name), prepend=True, with_kwargs=True),
+        module.register_forward_hook(after(engine, name), always_call=True),
     ]

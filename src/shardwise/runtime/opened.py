@@ -85,7 +85,10 @@ class Opened:
         """Write what was collected; after all buffers have collected, since memory may have been exchanged between them."""
         with torch.no_grad():
             for state, values in self._foreign:
-                state.spec.view(self.values).copy_(values)
+                view = state.spec.view(self.values)
+                view.copy_(values)
+                if state.opened is not None:
+                    state.opened.data = view
 
     @property
     def change(self) -> tuple[int, int]:

@@ -70,9 +70,8 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
         state.spec, state.piece = spec, Segment(spec, state.piece.start, state.piece.stop)
         state.segment.data = flat.segment_view(state.piece)
         if isinstance(grad, GradFace):
-            buffer = (
-                None if grad.buffer is None else GradBuffer(grad.buffer.values.to(flat.precision.reduce), grad.buffer.start)
-            )
+            held = grad.buffer
+            buffer = held and GradBuffer(held.values.to(flat.precision.reduce), held.start, held.ledger)
             state.segment.grad = GradFace(state, buffer, state.segment)
     if flat.full is not None:
         point_to(flat, flat.full)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,14 +134,7 @@ class Reducer:
                 label = f"reduced gradients of '{item.name or '(root)'}'"
                 regather = self._executor.lanes.regather.all_gather(values, flat.layout.cuts, label=label)
                 self._regathers.append((item.name, regather))
-            self._completed.append((flat, self._new_buffer(values, start)))
-
-    def _new_buffer(self, values: torch.Tensor, start: int) -> GradBuffer:
-        buffer = GradBuffer(values, start)
-        num_bytes = values.numel() * values.element_size()
-        self._executor.ledger.add(Kind.GRAD, num_bytes)
-        weakref.finalize(buffer, self._executor.ledger.add, Kind.GRAD, -num_bytes)
-        return buffer
+            self._completed.append((flat, GradBuffer(values, start, self._executor.ledger)))
 
     def complete_all(self) -> None:
         """Wait for all reductions under way."""

@@ -6,6 +6,7 @@ import weakref
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.core.errors import UsageError
 from shardwise.runtime.engine import Engine
@@ -39,3 +40,12 @@ def engine_of(module: nn.Module) -> Engine:
     if engine is None:
         raise UsageError(f"This {type(module).__name__} is not sharded. Call shardwise.shard(model, optimizer) first.")
     return engine
+
+
+def _on_registration(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+    """``module.weight = nn.Parameter(...)`` in a sharded model. ``functional_call`` does not come by here."""
+    engine = find_engine(module)
+    return None if engine is None else engine.replace(module, name, param)
+
+
+register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -55,21 +56,27 @@ class _Meeting:
 
     label: str
     brought: dict[int, Any] = field(default_factory=dict)
-    num_done: int = 0
+    num_read: int = 0
 
 
 class ThreadComm:
-    """A rank of a world of threads. Each collective is a meeting; all read, and then all leave."""
+    """A rank of a world of threads. A collective is a meeting: a copy is brought at once, what all brought is read in ``wait``.
+
+    So values are there after ``wait`` and not before, and lanes do not wait for each other, as between processes.
+    """
 
     def __init__(self, rank: int, size: int, lane: _Lane) -> None:
         self.rank = rank
         self.size = size
         self._lane = lane
         self._sequence = 0
+        self._num_letters: Counter[tuple[int, int]] = Counter()
 
-    def _meet(self, label: str, brought: Any, read: Callable[[dict[int, Any]], None]) -> None:
-        self._lane.meet(self._sequence, label, self.rank, brought, read)
-        self._sequence += 1
+    def _meet(self, label: str, brought: torch.Tensor, read: Callable[[dict[int, Any]], None]) -> Callable[[], None]:
+        """Bring a copy, so that nobody waits here; what is returned waits for all and reads what they brought."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        meeting = self._lane.bring(sequence, label, self.rank, brought.detach().clone())
+        return lambda: self._lane.read(sequence, meeting, label, read)
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
         """Copy every other rank's slice."""
@@ -79,9 +86,9 @@ class ThreadComm:
                 if peer != self.rank:
                     buffer[cuts[peer] : cuts[peer + 1]].copy_(theirs[cuts[peer] : cuts[peer + 1]])
 
-        self._meet(f"all_gather of {buffer.numel()} {buffer.dtype}: {label}", buffer, read)
+        finish = self._meet(f"all_gather of {buffer.numel()} {buffer.dtype}: {label}", buffer, read)
         own = cuts[self.rank + 1] - cuts[self.rank]
-        return Handle("all_gather", (cuts[-1] - own) * buffer.element_size(), self.size - 1, buffer)
+        return Handle("all_gather", (cuts[-1] - own) * buffer.element_size(), self.size - 1, buffer, finish)
 
     def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
         """Collect every rank's version of one's own slice."""
@@ -92,19 +99,27 @@ class ThreadComm:
             for peer, theirs in brought.items():
                 parts[peer * (stop - start) : (peer + 1) * (stop - start)].copy_(theirs[start:stop])
 
-        self._meet(f"exchange of {source.numel()} {source.dtype}: {label}", source, read)
+        finish = self._meet(f"exchange of {source.numel()} {source.dtype}: {label}", source, read)
         sent_bytes = (cuts[-1] - (stop - start)) * source.element_size()
-        return Handle("exchange", sent_bytes, self.size - 1, parts)
+        return Handle("exchange", sent_bytes, self.size - 1, parts, finish)
 
     def swap(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], *, label: str
     ) -> Handle:
         """Leave letters for the peers, and take theirs: only those who talk to each other meet."""
         for peer, tensor in sends:
-            self._lane.post(self.rank, peer, tensor.clone())
-        for peer, target in receives:
-            target.copy_(self._lane.collect(peer, self.rank, label))
-        return Handle("swap", sum(t.numel() * t.element_size() for _, t in sends), len(sends))
+            self._lane.post(self._next_letter(self.rank, peer), tensor.clone())
+        expected = [(self._next_letter(peer, self.rank), target) for peer, target in receives]
+
+        def finish() -> None:
+            for letter, target in expected:
+                target.copy_(self._lane.collect(letter, label))
+
+        return Handle("swap", sum(t.numel() * t.element_size() for _, t in sends), len(sends), None, finish)
+
+    def _next_letter(self, source: int, target: int) -> tuple[int, int, int]:
+        self._num_letters[source, target] += 1
+        return source, target, self._num_letters[source, target]
 
     def broadcast(self, buffer: torch.Tensor, source: int, *, label: str) -> Handle:
         """Copy the source's buffer."""
@@ -113,8 +128,8 @@ class ThreadComm:
             if self.rank != source:
                 buffer.copy_(brought[source])
 
-        self._meet(f"broadcast of {buffer.numel()} {buffer.dtype}: {label}", buffer, read)
-        return Handle("broadcast", buffer.numel() * buffer.element_size(), 1, buffer)
+        finish = self._meet(f"broadcast of {buffer.numel()} {buffer.dtype}: {label}", buffer, read)
+        return Handle("broadcast", buffer.numel() * buffer.element_size(), 1, buffer, finish)
 
     def gather_small(self, values: torch.Tensor, *, label: str) -> Handle:
         """Stack all ranks' values."""
@@ -124,8 +139,8 @@ class ThreadComm:
             for peer, theirs in brought.items():
                 rows[peer].copy_(theirs)
 
-        self._meet(f"gather_small of {values.numel()} {values.dtype}: {label}", values, read)
-        return Handle("gather_small", values.numel() * values.element_size() * (self.size - 1), self.size - 1, rows)
+        finish = self._meet(f"gather_small of {values.numel()} {values.dtype}: {label}", values, read)
+        return Handle("gather_small", values.numel() * values.element_size() * (self.size - 1), self.size - 1, rows, finish)
 
 
 class _Lane:
@@ -137,22 +152,21 @@ class _Lane:
         self._meetings: dict[int, _Meeting] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._letters: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._letters: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def post(self, source: int, target: int, tensor: torch.Tensor) -> None:
-        """Leave a tensor for one peer."""
+    def post(self, letter: tuple[int, int, int], tensor: torch.Tensor) -> None:
+        """Leave a tensor for one peer; a letter is known by source, target and number."""
         with self._changed:
-            self._letters.setdefault((source, target), []).append(tensor)
+            self._letters[letter] = tensor
             self._changed.notify_all()
 
-    def collect(self, source: int, target: int, label: str) -> torch.Tensor:
-        """Take the next tensor that one peer left, waiting for it if need be."""
+    def collect(self, letter: tuple[int, int, int], label: str) -> torch.Tensor:
+        """Take the tensor that one peer left, waiting for it if need be."""
         with self._changed:
-            letters = self._letters.setdefault((source, target), [])
-            self._changed.wait_for(lambda: bool(letters) or self._failure is not None, self._timeout_seconds)
-            if not letters:
-                raise RankLostError(f"Rank {source} did not take part in '{label}' ({self._failure or 'deadline'}).")
-            return letters.pop(0)
+            self._changed.wait_for(lambda: letter in self._letters or self._failure is not None, self._timeout_seconds)
+            if letter not in self._letters:
+                raise RankLostError(f"Rank {letter[0]} did not take part in '{label}' ({self._failure or 'deadline'}).")
+            return self._letters.pop(letter)
 
     def fail(self, error: BaseException) -> None:
         """Wake everybody: a rank of this world has failed."""
@@ -160,8 +174,8 @@ class _Lane:
             self._failure = error
             self._changed.notify_all()
 
-    def meet(self, sequence: int, label: str, rank: int, brought: Any, read: Callable[[dict[int, Any]], None]) -> None:
-        """Bring something, wait for all, read what all brought, and leave when all have read."""
+    def bring(self, sequence: int, label: str, rank: int, brought: torch.Tensor) -> _Meeting:
+        """Come to a meeting with something, and go on at once."""
         with self._changed:
             meeting = self._meetings.setdefault(sequence, _Meeting(label))
             if meeting.label.partition(":")[0] != label.partition(":")[0]:
@@ -171,13 +185,18 @@ class _Lane:
                 raise error
             meeting.brought[rank] = brought
             self._changed.notify_all()
-            self._wait(lambda: len(meeting.brought) == self._size, meeting, label)
-        read(meeting.brought)
+            return meeting
+
+    def read(self, sequence: int, meeting: _Meeting, label: str, read: Callable[[dict[int, Any]], None]) -> None:
+        """Wait for all, and read what they brought; the last one clears up."""
         with self._changed:
-            meeting.num_done += 1
-            self._changed.notify_all()
-            self._wait(lambda: meeting.num_done == self._size, meeting, label)
-            self._meetings.pop(sequence, None)
+            self._wait(lambda: len(meeting.brought) == self._size, meeting, label)
+        with torch.no_grad():
+            read(meeting.brought)
+        with self._changed:
+            meeting.num_read += 1
+            if meeting.num_read == self._size:
+                self._meetings.pop(sequence, None)
 
     def _wait(self, ready: Callable[[], bool], meeting: _Meeting, label: str) -> None:
         arrived = self._changed.wait_for(lambda: ready() or self._failure is not None, self._timeout_seconds)
