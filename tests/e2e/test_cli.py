@@ -26,7 +26,7 @@ SCRIPT_HEAD = """
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    print(f"rank {rank} is process {os.getpid()}", flush=True)
+    os.write(1, f"rank {rank} is process {os.getpid()}\\n".encode())  # In one piece: ranks share the pipe.
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
