@@ -1,19 +1,28 @@
-"""Shardwise: train PyTorch models that do not fit, with the loop that you already have."""
+"""Shardwise: train PyTorch models that do not fit, with the loop that you already have.
 
-from shardwise.api.shard import Sharded, shard
-from shardwise.api.state import GradScaler, clip_grad_norm_, gathered, no_sync, share, unshard
-from shardwise.api.verify import Difference, Verdict, verify
-from shardwise.core.errors import (
-    CheckpointError,
-    DesyncError,
-    NonFiniteError,
-    NotGatheredError,
-    PlanError,
-    RankLostError,
-    ShardwiseError,
-    UsageError,
-)
-from shardwise.core.plan import Plan
+Names are imported when they are first used, so that the command line can answer without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.api.shard import Sharded, shard
+    from shardwise.api.state import GradScaler, clip_grad_norm_, gathered, no_sync, share, unshard
+    from shardwise.api.verify import Difference, Verdict, verify
+    from shardwise.core.errors import (
+        CheckpointError,
+        DesyncError,
+        NonFiniteError,
+        NotGatheredError,
+        PlanError,
+        RankLostError,
+        ShardwiseError,
+        UsageError,
+    )
+    from shardwise.core.plan import Plan
 
 __all__ = [
     "CheckpointError",
@@ -38,3 +47,23 @@ __all__ = [
     "verify",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "shardwise.api.shard": ("Sharded", "shard"),
+    "shardwise.api.state": ("GradScaler", "clip_grad_norm_", "gathered", "no_sync", "share", "unshard"),
+    "shardwise.api.verify": ("Difference", "Verdict", "verify"),
+    "shardwise.core.plan": ("Plan",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME.get(name, "shardwise.core.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -56,7 +56,7 @@ def outcome_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.json"
 
 
-def call_on_ranks(job: Job, num_ranks: int, *, is_debug: bool = False) -> Any:
+def call_on_ranks(job: Job, num_ranks: int, *, port: int = 0, is_debug: bool = False) -> Any:
     """Call a function on all ranks and return what it returned on rank 0.
 
     Raises:
@@ -67,7 +67,7 @@ def call_on_ranks(job: Job, num_ranks: int, *, is_debug: bool = False) -> Any:
         write_json(job_path(directory), job)
         command = [sys.executable, "-u", "-m", "shardwise.cli.rank", name]
         try:
-            launch(command, num_ranks, pass_signal=False, is_debug=is_debug)
+            launch(command, num_ranks, pass_signal=False, port=port, is_debug=is_debug)
         except RanksFailedError as error:
             first = None if error.is_killed else _first_error(directory, num_ranks, is_debug)
             raise first or error from error

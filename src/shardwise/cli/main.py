@@ -7,11 +7,10 @@ import platform
 import sys
 import traceback
 from collections.abc import Sequence
-
-import torch
+from importlib import metadata
 
 import shardwise
-from shardwise.cli import run, train, verify
+from shardwise.cli import completion, run, train, verify
 from shardwise.cli.exits import CommandError, exit_code_of
 from shardwise.cli.parsing import Parser
 from shardwise.core.errors import ShardwiseError
@@ -38,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     """The parser of all commands."""
-    versions = f"shardwise {shardwise.__version__} (torch {torch.__version__}, Python {platform.python_version()})"
+    # By its metadata: to import torch for a help text would take seconds.
+    versions = f"shardwise {shardwise.__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
     parser = Parser(
         prog="shardwise",
         description="Train PyTorch models that do not fit, with the loop that you already have.",
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=versions)
     parser.add_argument("--debug", action="store_true", help="show tracebacks and launcher logs")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (train, run, verify):
+    for command in (train, run, verify, completion):
         command.add_to(commands)
     return parser
 

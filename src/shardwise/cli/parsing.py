@@ -9,6 +9,8 @@ from typing import NoReturn, Protocol
 
 from shardwise.cli.exits import ExitCode
 
+MAX_PORT = 65535
+
 
 class Execute(Protocol):
     """What runs a command."""
@@ -39,9 +41,19 @@ def add_command(commands: Commands[Parser], name: str, execute: Execute, *, summ
     return parser
 
 
-def add_ranks(parser: Parser) -> None:
-    """Add ``--ranks``."""
-    parser.add_argument("--ranks", type=whole_number(1), default=2, metavar="N", help="processes on this machine (default: 2)")
+def add_ranks(parser: Parser, default: int | None = 2) -> None:
+    """Add ``--ranks`` and ``--port``; without a default, the recipe says how many ranks there are."""
+    text = f"processes on this machine (default: {default or 'as the recipe says'})"
+    parser.add_argument("--ranks", type=whole_number(1), default=default, metavar="N", help=text)
+    parser.add_argument("--port", type=port_number, default=0, metavar="N", help="where ranks meet (default: a free port)")
+
+
+def port_number(text: str) -> int:
+    """A type of argument: a port."""
+    number = whole_number(1)(text)
+    if number > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"expected a port from 1 to {MAX_PORT} but got {text!r}")
+    return number
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:

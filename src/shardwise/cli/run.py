@@ -22,7 +22,7 @@ def add_to(commands: Commands[Parser]) -> None:
     """Add the command to the parser of all commands."""
     summary = "run a script or module as many ranks on this machine, as torchrun does"
     parser = add_command(commands, "run", execute, summary=summary, example=_EXAMPLE)
-    parser.usage = "shardwise run [-h] [--debug] [--ranks N] [-m] SCRIPT [ARGUMENT ...]"
+    parser.usage = "shardwise run [-h] [--debug] [--ranks N] [--port N] [-m] SCRIPT [ARGUMENT ...]"
     add_ranks(parser)
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
@@ -37,7 +37,8 @@ def execute(args: argparse.Namespace) -> int:
         _check_script(args.script)
     target = ["-m", args.script] if args.is_module else [args.script]
     # -u: a rank that is killed would take the lines of its buffer with it.
-    launch([sys.executable, "-u", *target, *args.arguments], args.ranks, pass_signal=True, is_debug=args.debug)
+    command = [sys.executable, "-u", *target, *args.arguments]
+    launch(command, args.ranks, pass_signal=True, port=args.port, is_debug=args.debug)
     return ExitCode.DONE
 
 

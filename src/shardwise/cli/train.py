@@ -4,54 +4,188 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
-from typing import Any
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from rich.console import Console
-
-from shardwise.cli.exits import ExitCode
+from shardwise.cli.exits import CommandError, ExitCode
 from shardwise.cli.jobs import Job, call_on_ranks
+from shardwise.cli.launch import RanksFailedError, StoppedError
+from shardwise.cli.machine import check_port, check_ranks
 from shardwise.cli.parsing import Commands, Parser, add_command, add_ranks, whole_number
-from shardwise.recipes.train import TrainConfig, TrainResult, train
+from shardwise.core.errors import UsageError
+from shardwise.recipes.catalog import load_recipe, recipe_names
+from shardwise.recipes.config import GPTRecipe, Recipe
+from shardwise.recipes.requirements import check_requirements
+from shardwise.recipes.run_folder import RunFolder, check_folder, make_folder, name_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.recipes.train import TrainResult
+
+RUNS_FOLDER = Path("runs")
+PRECISIONS = ("fp32", "bf16", "fp16")
+_KEY_OF_OPTION = {
+    "data": "data.path",
+    "stage": "plan.stage",
+    "ranks": "ranks",
+    "steps": "train.steps",
+    "precision": "plan.precision",
+    "seed": "seed",
+}
+"""Options that are short for ``--set``."""
 
 _EXAMPLE = """\
 shardwise train
-shardwise train --stage 2 --ranks 4 --steps 500 --seed 1"""
+shardwise train gpt --data book.txt --stage 2 --ranks 4 --steps 500
+shardwise train digits --set model.channels=64 --set train.learning_rate=1e-3
+shardwise train runs/gpt-20260101-120000/config.toml     (the same run again)"""
 
 
 def add_to(commands: Commands[Parser]) -> None:
     """Add the command to the parser of all commands."""
-    default = TrainConfig()
-    summary = "train a small byte-level GPT on the source of Python's standard library"
-    parser = add_command(commands, "train", execute, summary=summary, example=_EXAMPLE)
-    parser.add_argument("--stage", type=int, choices=range(4), default=default.stage, help="ZeRO stage (default: %(default)s)")
-    add_ranks(parser)
-    parser.add_argument(
-        "--steps", type=whole_number(1), default=default.steps, metavar="N", help="steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=default.seed, metavar="N", help="weights and batches (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to standard error")
+    recipes = "\n".join(f"{name:<12}{load_recipe(name).about}" for name in recipe_names())
+    parser = add_command(commands, "train", execute, summary="train a ready job, from a recipe", example=_EXAMPLE)
+    parser.epilog = "recipes:\n" + "".join(f"  {line}\n" for line in recipes.splitlines()) + f"\n{parser.epilog}"
+    parser.add_argument("recipe", nargs="?", default="gpt", metavar="RECIPE", help="a name or a .toml file (default: gpt)")
+    parser.add_argument("--data", metavar="PATH", help="a text file or folder, for the recipe gpt")
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage")
+    add_ranks(parser, default=None)
+    parser.add_argument("--steps", type=whole_number(1), metavar="N", help="optimizer steps")
+    parser.add_argument("--precision", choices=PRECISIONS, help="dtype of compute; weights stay in fp32")
+    parser.add_argument("--seed", type=whole_number(0), metavar="N", help="draws weights and batches")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change any value of the recipe")
+    parser.add_argument("--out", metavar="DIR", help=f"the run folder (default: a new one in {RUNS_FOLDER}/)")
+    parser.add_argument("--force", action="store_true", help="replace the run in the folder of --out")
+    parser.add_argument("--show", action="store_true", help="print the effective values as TOML, and train nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; all else goes to standard error")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the command."""
-    settings = {"stage": args.stage, "steps": args.steps, "seed": args.seed}
-    job = Job("shardwise.cli.train:train_rank", {"settings": settings, "is_json": args.json})
-    console = Console(stderr=args.json)
-    console.print(f"Starting {args.ranks} rank{'s' if args.ranks > 1 else ''} ...", style="dim", highlight=False)
-    try:
-        result = TrainResult(**call_on_ranks(job, args.ranks, is_debug=args.debug))
-    finally:
-        # A rank that was killed leaves its progress bar without the cursor.
-        console.show_cursor(True)
-    print(json.dumps(asdict(result)) if args.json else result)
+    """Run the command: check everything, then write, then start."""
+    if args.data is not None and not isinstance(load_recipe(args.recipe), GPTRecipe):
+        raise UsageError(f"The recipe {args.recipe} brings its own data: --data is for the recipe gpt. Leave it out.")
+    recipe = load_recipe(args.recipe, read_settings(args))
+    if args.show:
+        print(recipe.to_toml(), end="")
+        return ExitCode.DONE
+    check_requirements(recipe)
+    check_ranks(recipe.ranks)
+    check_port(args.port)
+    path = Path(args.out) if args.out else name_folder(RUNS_FOLDER, recipe.task)
+    check_folder(path, is_forced=args.force)
+    folder = make_folder(path, recipe.to_toml())
+
+    from rich.console import Console
+
+    console = Console(stderr=args.json, highlight=False, soft_wrap=True)
+    console.print(describe_recipe(args.recipe, recipe), markup=False)
+    console.print(f"Starting {recipe.ranks} rank{'s' if recipe.ranks > 1 else ''} ...", style="dim")
+    result = _train(args, recipe, folder, console)
+    folder.write_result(result.to_dict())
+    if args.json:
+        print(json.dumps({**result.to_dict(), "folder": str(folder.path)}))
+    else:
+        show_result(result, folder, console)
     return ExitCode.DONE
 
 
-def train_rank(settings: dict[str, Any], is_json: bool) -> dict[str, Any]:
+def read_settings(args: argparse.Namespace) -> dict[str, str]:
+    """What was set on the command line, by key.
+
+    Raises:
+        UsageError: It is no ``key=value``, or a key is set twice.
+    """
+    settings: dict[str, str] = {}
+    for text in args.set:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UsageError(f"--set takes KEY=VALUE, such as train.steps=100, but got '{text}'.")
+        if key in settings:
+            raise UsageError(f"{key} is set twice. Give it once.")
+        settings[key.strip()] = value.strip()
+    for option, key in _KEY_OF_OPTION.items():
+        given = getattr(args, option)
+        if given is not None and key in settings:
+            raise UsageError(f"{key} is set twice: with --{option} and with --set. Give it once.")
+        if given is not None:
+            # Absolute, so that the saved recipe means the same from everywhere.
+            settings[key] = str(Path(given).absolute()) if option == "data" else str(given)
+    return settings
+
+
+def describe_recipe(name: str, recipe: Recipe) -> str:
+    """All effective values and their hash, a line a table."""
+    values = recipe.to_dict()
+    plain = {key: value for key, value in values.items() if not isinstance(value, dict) and key not in ("task", "about")}
+    tables = {"": plain} | {key: value for key, value in values.items() if isinstance(value, dict)}
+    lines = [f"  {name:<7}" + ", ".join(f"{key} = {value}" for key, value in table.items()) for name, table in tables.items()]
+    return "\n".join([f"Recipe {name}, hash {recipe.hash}: {recipe.about}", *lines])
+
+
+def show_result(result: TrainResult, folder: RunFolder, console: Console) -> None:
+    """What came out, for people."""
+    from shardwise.recipes.usage import usage_table
+
+    losses = f"loss {result.first_loss:.4f} -> {result.last_loss:.4f}, validation {result.validation_loss:.4f}"
+    console.print(
+        f"\n{result.steps} steps in {result.seconds:.1f} s: {losses}, accuracy {result.accuracy:.1%} on held-out data"
+    )
+    console.print(f"{result.items_per_second:,.0f} {result.item}/s over all ranks\n")
+    console.print(usage_table(result.ranks, result.plain_ddp))
+    if result.sample:
+        console.print("\nA sample:")
+        console.print("\n".join(f"  | {line}" for line in result.sample.split("\n")), markup=False)
+    console.print(f"\nRun folder: {folder.path}", markup=False)
+
+
+def train_rank(recipe: str, folder: str, is_json: bool) -> dict[str, Any]:
     """What every rank does."""
+    import torch.distributed as dist
+    from rich.console import Console
+
+    from shardwise.recipes.train import train
+
     console = Console(stderr=is_json) if dist.get_rank() == 0 else None
-    return asdict(train(TrainConfig(**settings), console))
+    return train(load_recipe(recipe), console, RunFolder(Path(folder))).to_dict()
+
+
+def _train(args: argparse.Namespace, recipe: Recipe, folder: RunFolder, console: Console) -> TrainResult:
+    arguments = {"recipe": str(folder.config), "folder": str(folder.path), "is_json": args.json}
+    job = Job("shardwise.cli.train:train_rank", arguments)
+    try:
+        values = call_on_ranks(job, recipe.ranks, port=args.port, is_debug=args.debug)
+    except StoppedError as error:
+        raise StoppedError(f"{error} {_how_to_go_on(recipe, folder)}", error.exit_code) from error
+    except RanksFailedError as error:
+        raise _explain_kill(error, folder) from error
+    finally:
+        # A rank that was killed leaves its progress bar without the cursor.
+        console.show_cursor(True)
+
+    from shardwise.recipes.train import TrainResult
+
+    return TrainResult.from_dict(values)
+
+
+def _how_to_go_on(recipe: Recipe, folder: RunFolder) -> str:
+    return (
+        f"{folder.last_step()} of {recipe.train.steps} steps were done. Their metrics and the recipe are in {folder.path}; the "
+        "weights are not kept. The same run from its first step, with the same numbers: "
+        f"shardwise train {shlex.quote(str(folder.config))}"
+    )
+
+
+def _explain_kill(error: RanksFailedError, folder: RunFolder) -> CommandError:
+    from shardwise.recipes.usage import describe_held
+
+    killed = [rank for rank, name in error.killed.items() if name == "SIGKILL"]
+    if not killed:
+        return error
+    held = describe_held(folder.read_rank(killed[0]).get("held_bytes", {}))
+    return CommandError(
+        f"{error} This is how a machine that runs out of memory ends a process. The largest items of the ledger of rank "
+        f"{killed[0]}: {held}. Use smaller batches (--set train.batch_size=N), a higher --stage, or fewer ranks.",
+        error.exit_code,
+    )

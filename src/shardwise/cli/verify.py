@@ -11,13 +11,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.exits import CommandError, ExitCode
 from shardwise.cli.jobs import Job, call_on_ranks
 from shardwise.cli.parsing import Commands, Parser, add_command, add_ranks, whole_number
 from shardwise.core.errors import UsageError
-from shardwise.core.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwise.core.plan import Plan
 
 DEFAULT_STAGE = 3
 
@@ -59,7 +61,8 @@ def execute(args: argparse.Namespace) -> int:
         "steps": args.steps,
         "is_json": args.json,
     }
-    verdict = call_on_ranks(Job("shardwise.cli.verify:verify_rank", arguments), args.ranks, is_debug=args.debug)
+    job = Job("shardwise.cli.verify:verify_rank", arguments)
+    verdict = call_on_ranks(job, args.ranks, port=args.port, is_debug=args.debug)
     print(json.dumps(verdict["values"]) if args.json else verdict["text"])
     return ExitCode.DONE if verdict["is_equal"] else ExitCode.FAILED
 
@@ -67,6 +70,7 @@ def execute(args: argparse.Namespace) -> int:
 def verify_rank(function: str, plan: dict[str, Any] | None, stage: int | None, steps: int, is_json: bool) -> dict[str, Any]:
     """What every rank does."""
     from shardwise.api.verify import verify
+    from shardwise.core.plan import Plan
 
     # What the user's code prints must not stand between the lines of the JSON.
     with contextlib.redirect_stdout(sys.stderr) if is_json else contextlib.nullcontext():
@@ -77,6 +81,8 @@ def verify_rank(function: str, plan: dict[str, Any] | None, stage: int | None, s
 
 def read_plan(path: str) -> Plan:
     """Read a plan from a file that a user named."""
+    from shardwise.core.plan import Plan
+
     try:
         return Plan.read(path)
     except (OSError, UnicodeDecodeError) as error:

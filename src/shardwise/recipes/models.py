@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from shardwise.core.errors import UsageError
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a model.
-
-    Args:
-        vocab_size: Number of different tokens.
-        context: The longest sequence, in tokens.
-        width: Size of the hidden state.
-        num_blocks: Number of transformer blocks.
-        num_heads: Number of attention heads; divides ``width``.
-    """
-
-    vocab_size: int = 256
-    context: int = 128
-    width: int = 160
-    num_blocks: int = 4
-    num_heads: int = 5
-
-    def __post_init__(self) -> None:
-        if self.width % self.num_heads:
-            raise UsageError(f"width must be a multiple of num_heads, but {self.width} is none of {self.num_heads}.")
+from shardwise.recipes.config import GPTConfig
 
 
 class Attention(nn.Module):

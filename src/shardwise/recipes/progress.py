@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 from rich.console import Console
@@ -12,28 +13,52 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 LINE_INTERVAL_SECONDS = 5.0
+NUM_PEAKS_SHOWN = 4
+_MIB = 1024**2
 
-OnStep = Callable[[int, float], None]
-"""Takes the number of steps done and the loss of the last one."""
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is: steps done, the loss of the last one, and the most memory that each rank has had."""
+
+    step: int
+    loss: float
+    peak_bytes: Sequence[int] = ()
+
+
+OnStep = Callable[[Status], None]
 
 
 class Pace:
     """Speed and time left, from the steps done so far. The first is left out: it warms up."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_steps: int, items_per_step: int, item: str = "tokens", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._num_steps = num_steps
-        self._tokens_per_step = tokens_per_step
+        self._items_per_step = items_per_step
+        self._item = item
         self._clock = clock
         self._first_seconds = clock()
         self._first_step = 0
         self._step = 0
         self._seconds = self._first_seconds
+        self._paused_seconds = 0.0
 
     def tick(self, step: int) -> None:
         """Take note that a step is done."""
-        self._step, self._seconds = step, self._clock()
+        self._step, self._seconds = step, self._clock() - self._paused_seconds
         if self._first_step == 0:
             self._first_step, self._first_seconds = step, self._seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is not the steps' own, such as an evaluation."""
+        start_seconds = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_seconds += self._clock() - start_seconds
 
     @property
     def seconds_per_step(self) -> float:
@@ -42,16 +67,30 @@ class Pace:
         return (self._seconds - self._first_seconds) / num_measured if num_measured else 0.0
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all ranks a second; 0 while unknown."""
-        return self._tokens_per_step / self.seconds_per_step if self.seconds_per_step else 0.0
+    def items_per_second(self) -> float:
+        """Items of all ranks a second; 0 while unknown."""
+        return self._items_per_step / self.seconds_per_step if self.seconds_per_step else 0.0
 
     def describe(self) -> tuple[str, str]:
         """Speed and time left, as text."""
         if not self.seconds_per_step:
-            return f"{'-':>6} tokens/s", "-:--:-- left"
+            return f"{'-':>6} {self._item}/s", "-:--:-- left"
         left = timedelta(seconds=round((self._num_steps - self._step) * self.seconds_per_step))
-        return f"{self.tokens_per_second:>6,.0f} tokens/s", f"{left} left"
+        return f"{self.items_per_second:>6,.0f} {self._item}/s", f"{left} left"
+
+
+def describe_peaks(peak_bytes: Sequence[int]) -> str:
+    """The peak of each rank, or of many ranks the range.
+
+    >>> describe_peaks([300 * 1024**2, 310 * 1024**2]), describe_peaks([])
+    ('peak 300, 310 MiB', '')
+    """
+    if not peak_bytes:
+        return ""
+    sizes = [f"{round(count / _MIB):,}" for count in peak_bytes]
+    if len(sizes) > NUM_PEAKS_SHOWN:
+        return f"peak {round(min(peak_bytes) / _MIB):,} to {round(max(peak_bytes) / _MIB):,} MiB"
+    return f"peak {', '.join(sizes)} MiB"
 
 
 class _StepColumn(ProgressColumn):
@@ -67,7 +106,7 @@ class _StepColumn(ProgressColumn):
 def show_progress(console: Console | None, num_steps: int, pace: Pace) -> Iterator[OnStep]:
     """Show how far a run is while the context lasts; without a console, nothing is shown."""
     if console is None:
-        yield lambda step, loss: pace.tick(step)
+        yield lambda status: pace.tick(status.step)
     elif console.is_terminal:
         with _bar(console, num_steps, pace) as on_step:
             yield on_step
@@ -83,15 +122,17 @@ def _bar(console: Console, num_steps: int, pace: Pace) -> Iterator[OnStep]:
         TextColumn("loss [bold]{task.fields[loss]}[/bold]"),
         TextColumn("{task.fields[speed]}", style="dim"),
         TextColumn("{task.fields[left]}", style="dim"),
+        TextColumn("{task.fields[peaks]}", style="dim"),
     )
     with Progress(*columns, console=console, expand=True) as progress:
         speed, left = pace.describe()
-        task = progress.add_task("train", total=num_steps, loss="-.----", speed=speed, left=left)
+        task = progress.add_task("train", total=num_steps, loss="-.----", speed=speed, left=left, peaks="")
 
-        def on_step(step: int, loss: float) -> None:
-            pace.tick(step)
+        def on_step(status: Status) -> None:
+            pace.tick(status.step)
             speed, left = pace.describe()
-            progress.update(task, completed=step, loss=f"{loss:.4f}", speed=speed, left=left)
+            peaks = describe_peaks(status.peak_bytes)
+            progress.update(task, completed=status.step, loss=f"{status.loss:.4f}", speed=speed, left=left, peaks=peaks)
 
         yield on_step
 
@@ -99,14 +140,14 @@ def _bar(console: Console, num_steps: int, pace: Pace) -> Iterator[OnStep]:
 def _line_writer(console: Console, num_steps: int, pace: Pace) -> OnStep:
     last_seconds = -LINE_INTERVAL_SECONDS
 
-    def on_step(step: int, loss: float) -> None:
+    def on_step(status: Status) -> None:
         nonlocal last_seconds
-        pace.tick(step)
+        pace.tick(status.step)
         now = time.monotonic()
-        if now - last_seconds >= LINE_INTERVAL_SECONDS or step == num_steps:
+        if now - last_seconds >= LINE_INTERVAL_SECONDS or status.step == num_steps:
             last_seconds = now
-            speed, left = pace.describe()
-            line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  {speed}  {left}"
-            console.print(line, soft_wrap=True, highlight=False)
+            step = f"step {status.step:>{len(str(num_steps))}}/{num_steps}"
+            line = "  ".join([step, f"loss {status.loss:.4f}", *pace.describe(), describe_peaks(status.peak_bytes)])
+            console.print(line.rstrip(), soft_wrap=True, highlight=False)
 
     return on_step

@@ -4,171 +4,292 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import AdamW
 
 import shardwise
-from shardwise.core.plan import Plan
+from shardwise.api.shard import Sharded
+from shardwise.core.errors import ShardwiseError
 from shardwise.core.sizes import format_bytes
-from shardwise.recipes.data import Corpus, Sampler
-from shardwise.recipes.models import GPT, GPTConfig, generate
-from shardwise.recipes.progress import Pace, show_progress
+from shardwise.recipes.config import Recipe, TrainConfig
+from shardwise.recipes.progress import Pace, Status, show_progress
+from shardwise.recipes.run_folder import RunFolder
+from shardwise.recipes.task import Task, make_task
+from shardwise.recipes.usage import (
+    ComputedUse,
+    RankUse,
+    describe_held,
+    held_bytes,
+    plain_data_parallelism,
+    resident_peak_bytes,
+)
 
-PROMPT = b"def "
+PLAN_OF_PRECISION: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"},
+    "fp16": {"param_dtype": "float16", "reduce_dtype": "float32", "output_dtype": "float32"},
+}
+_FIRST_SCALE = 2.0**12
+
+
+class OutOfMemoryError(ShardwiseError, MemoryError):
+    """A rank asked for more memory than there is."""
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """What is trained, how long and how.
+class Evaluation:
+    """How the model does on held-out data, over all ranks."""
 
-    Args:
-        stage: ZeRO stage 0 to 3.
-        steps: Number of optimizer steps.
-        seed: Draws the initial weights, the batches and the sample.
-        num_sequences: Sequences per rank and step.
-        learning_rate: The highest one, reached after the warmup.
-        warmup_steps: Steps over which the learning rate rises; at most a tenth of all.
-        max_norm: Gradients are clipped to this norm.
-        num_validation_batches: Batches per rank for the validation loss.
-        sample_bytes: Length of the text that is generated at the end.
-        model: Shape of the model.
-    """
-
-    stage: int = 3
-    steps: int = 500
-    seed: int = 0
-    num_sequences: int = 4
-    learning_rate: float = 2e-3
-    warmup_steps: int = 40
-    max_norm: float = 1.0
-    num_validation_batches: int = 16
-    sample_bytes: int = 200
-    model: GPTConfig = field(default_factory=GPTConfig)
+    loss: float
+    accuracy: float
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came out. Losses are means over all ranks, in nats a byte; the last one over the last twentieth of the steps."""
+    """What came out. Losses are means over all ranks; the last one over the last twentieth of the steps.
 
+    Args:
+        recipe: Hash of the recipe's effective values.
+        plan: Hash of the plan in force.
+        num_parameters: Of the model.
+        steps: Optimizer steps done: where the data would go on.
+        seconds: From the first line to the last.
+        items_per_second: Tokens, images or ratings of all ranks, in the training steps.
+        ranks: What each rank held and sent.
+        plain_ddp: What a rank of plain data parallelism would have held and sent; computed.
+    """
+
+    task: str
+    recipe: str
+    plan: str
+    num_parameters: int
     steps: int
     first_loss: float
     last_loss: float
     validation_loss: float
+    accuracy: float
     seconds: float
-    tokens_per_second: float
-    peak_bytes: int
-    sample: str
+    item: str
+    items_per_second: float
+    ranks: list[RankUse]
+    plain_ddp: ComputedUse
+    sample: str = ""
 
-    def __str__(self) -> str:
-        losses = f"loss {self.first_loss:.4f} -> {self.last_loss:.4f}, validation {self.validation_loss:.4f}"
-        speed = f"{self.tokens_per_second:,.0f} tokens/s, {format_bytes(self.peak_bytes)} of model state at most on rank 0"
-        sample = "\n".join(f"  | {line}" for line in self.sample.split("\n"))
-        return f"{self.steps} steps in {self.seconds:.1f} s: {losses}\n{speed}\nA sample, from {PROMPT.decode()!r}:\n{sample}"
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainResult:
+        """Read plain values."""
+        ranks = [RankUse(**use) for use in values["ranks"]]
+        return cls(**{**values, "ranks": ranks, "plain_ddp": ComputedUse(**values["plain_ddp"])})
 
 
-def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
-    """Train a byte-level GPT on the source of Python's standard library, on all ranks of the process group.
+@dataclass
+class Run:
+    """One training on one rank: what it trains with, and what it has measured."""
+
+    recipe: Recipe
+    task: Task
+    model: nn.Module
+    optimizer: AdamW
+    sharded: Sharded
+    scaler: torch.amp.GradScaler
+    folder: RunFolder | None
+    losses: list[float] = field(default_factory=list)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+    def use(self) -> RankUse:
+        """What this rank held and sent so far."""
+        ledger = self.sharded.ledger
+        held, sent = held_bytes(ledger), dict(self.sent_bytes)
+        return RankUse(dist.get_rank(), held, ledger.peak_bytes, resident_peak_bytes(), sent, len(self.losses))
+
+    def keep(self, **values: float) -> None:
+        """Write a line of metrics, on rank 0."""
+        if self.folder is not None and dist.get_rank() == 0:
+            self.folder.add_metrics(values)
+
+    def keep_use(self) -> None:
+        """Write what this rank held."""
+        if self.folder is not None:
+            self.folder.write_rank(dist.get_rank(), asdict(self.use()))
+
+
+def train(recipe: Recipe, console: Console | None = None, folder: RunFolder | None = None) -> TrainResult:
+    """Train what a recipe says, on all ranks of the process group.
 
     Args:
-        config: What is trained, how long and how.
+        recipe: What is trained, how long and how.
         console: Where this rank shows progress, if anywhere.
+        folder: Where metrics go, if anywhere.
     """
     start_seconds = time.monotonic()
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    corpus = Corpus.standard_library()
-    sampler = Sampler(corpus.train, config.num_sequences, config.model.context, config.seed)
-
-    torch.manual_seed(config.seed)
-    model = GPT(config.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-    scheduler = LambdaLR(optimizer, learning_rate_factor(config))
-    sharded = shardwise.shard(model, optimizer, stage=config.stage)
-    tokens_per_step = num_ranks * config.num_sequences * config.model.context
+    with explaining_memory(None):
+        run = _prepare(recipe, folder)
+    num_parameters = sum(param.numel() for param in run.model.parameters())
     if console is not None:
-        console.print(_headline(model, num_ranks, tokens_per_step, sharded.plan), highlight=False)
-
-    losses = []
-    pace = Pace(config.steps, tokens_per_step)
-    with show_progress(console, config.steps, pace) as on_step:
-        for step in range(config.steps):
-            batch = sampler.draw(step, rank)
-            loss = model(batch.tokens, batch.targets)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            losses.append(mean_over_ranks(loss))
-            on_step(step + 1, losses[-1])
-
-    num_last = max(1, config.steps // 20)
+        console.print(_headline(run, num_parameters), highlight=False)
+    with explaining_memory(run):
+        pace, evaluation = _loop(run, console)
+        sample = run.task.write_sample(run.model)
+    run.keep_use()
+    uses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(uses, run.use())
+    num_last = max(1, len(run.losses) // 20)
     return TrainResult(
-        steps=config.steps,
-        first_loss=losses[0],
-        last_loss=sum(losses[-num_last:]) / num_last,
-        validation_loss=validate(model, corpus, config),
+        task=recipe.task,
+        recipe=recipe.hash,
+        plan=run.sharded.plan.hash,
+        num_parameters=num_parameters,
+        steps=len(run.losses),
+        first_loss=run.losses[0],
+        last_loss=sum(run.losses[-num_last:]) / num_last,
+        validation_loss=evaluation.loss,
+        accuracy=evaluation.accuracy,
         seconds=time.monotonic() - start_seconds,
-        tokens_per_second=pace.tokens_per_second,
-        peak_bytes=sharded.ledger.peak_bytes,
-        sample=make_sample(model, config),
+        item=run.task.item,
+        items_per_second=pace.items_per_second,
+        ranks=uses,
+        plain_ddp=plain_data_parallelism(uses, run.sharded.plan),
+        sample=sample,
     )
 
 
-def learning_rate_factor(config: TrainConfig) -> Callable[[int], float]:
-    """By step: a linear warmup to 1, then a cosine down to a tenth.
+def _prepare(recipe: Recipe, folder: RunFolder | None) -> Run:
+    task = make_task(recipe)
+    torch.manual_seed(recipe.seed)
+    model = task.make_model()
+    rate, decay = recipe.train.learning_rate, recipe.train.weight_decay
+    optimizer = AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+    precision = recipe.plan.precision
+    sharded = shardwise.shard(
+        model, optimizer, stage=recipe.plan.stage, prefetch=recipe.plan.prefetch, **PLAN_OF_PRECISION[precision]
+    )
+    scaler = shardwise.GradScaler(enabled=precision == "fp16", init_scale=_FIRST_SCALE)
+    return Run(recipe, task, model, optimizer, sharded, scaler, folder)
 
-    >>> factor = learning_rate_factor(TrainConfig(steps=100, warmup_steps=10))
-    >>> [round(factor(step), 2) for step in (0, 9, 10, 55, 100)]
+
+def _loop(run: Run, console: Console | None) -> tuple[Pace, Evaluation]:
+    """All steps, and an evaluation now and then; returns the last one."""
+    config, num_ranks = run.recipe.train, dist.get_world_size()
+    pace = Pace(config.steps, num_ranks * run.task.items_per_batch, run.task.item)
+    evaluation = Evaluation(math.nan, math.nan)
+    with show_progress(console, config.steps, pace) as on_step:
+        for step in range(config.steps):
+            on_step(train_step(run, step))
+            if step == 0:
+                run.keep_use()
+            if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
+                with pace.paused():
+                    evaluation = evaluate(run.task, run.model)
+                run.keep(step=step + 1, validation_loss=evaluation.loss, accuracy=evaluation.accuracy)
+                if console is not None and step + 1 < config.steps:
+                    console.print(f"step {step + 1}: {_describe(evaluation)}", highlight=False)
+    return pace, evaluation
+
+
+def train_step(run: Run, step: int) -> Status:
+    """One step. The position in the data is its number: nothing else says what comes next."""
+    config = run.recipe.train
+    before = run.sharded.engine.executor.totals.wire_bytes.copy()
+    rate = config.learning_rate * learning_rate_factor(config, step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    batch = run.task.draw(step, dist.get_rank())
+    loss = run.task.losses(run.model(batch.inputs), batch.targets).mean()
+    run.scaler.scale(loss).backward()
+    run.scaler.unscale_(run.optimizer)
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.max_norm)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
+    for op, num_bytes in run.sharded.engine.executor.totals.wire_bytes.items():
+        run.sent_bytes[op] += num_bytes - before[op]
+    mean_loss, peaks = _tell(loss)
+    run.losses.append(mean_loss)
+    run.keep(step=step + 1, loss=mean_loss, norm=norm.item(), learning_rate=rate)
+    return Status(step + 1, mean_loss, peaks)
+
+
+def learning_rate_factor(config: TrainConfig, step: int) -> float:
+    """By step: a linear warm-up to 1, then a cosine down to a tenth.
+
+    >>> config = TrainConfig(steps=100, warmup_steps=10)
+    >>> [round(learning_rate_factor(config, step), 2) for step in (0, 9, 10, 55, 100)]
     [0.1, 1.0, 1.0, 0.55, 0.1]
     """
     warmup_steps = max(1, min(config.warmup_steps, config.steps // 10))
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = (step - warmup_steps) / max(1, config.steps - warmup_steps)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-    return factor
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, config.steps - warmup_steps)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def mean_over_ranks(loss: torch.Tensor) -> float:
-    """The mean of a scalar over all ranks, on all of them."""
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
-def validate(model: GPT, corpus: Corpus, config: TrainConfig) -> float:
-    """Mean loss over all ranks on held-out text; the same batches for every seed of the training."""
-    sampler = Sampler(corpus.held_out, config.num_sequences, config.model.context, seed=0)
+def evaluate(task: Task, model: nn.Module) -> Evaluation:
+    """Mean loss and accuracy on held-out data, over the items of all ranks."""
+    sums = torch.zeros(3, dtype=torch.float64)
     model.eval()
     with torch.no_grad():
-        batches = [sampler.draw(index, dist.get_rank()) for index in range(config.num_validation_batches)]
-        loss = torch.stack([model(batch.tokens, batch.targets) for batch in batches]).mean()
+        for batch in task.held_out(dist.get_rank(), dist.get_world_size()):
+            outputs = model(batch.inputs)
+            loss, num_right = task.losses(outputs, batch.targets).sum(), task.num_right(outputs, batch.targets)
+            sums += torch.tensor([loss.item(), num_right.item(), batch.targets.numel()], dtype=torch.float64)
     model.train()
-    return mean_over_ranks(loss)
+    dist.all_reduce(sums)
+    return Evaluation(float(sums[0] / sums[2]), float(sums[1] / sums[2]))
 
 
-def make_sample(model: GPT, config: TrainConfig) -> str:
-    """A text from the model, the same on all ranks. Parameters are gathered once, not for every byte."""
-    with shardwise.gathered(model):
-        text = generate(model, PROMPT, config.sample_bytes, seed=config.seed)
-    decoded = text.decode("utf-8", errors="replace").expandtabs(4)
-    # A model may well write control characters, which a terminal would obey.
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in decoded)
+@contextmanager
+def explaining_memory(run: Run | None) -> Iterator[None]:
+    """Turn the end of memory into an error that says what was held, and what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        held = "nothing yet" if run is None else describe_held(held_bytes(run.sharded.ledger))
+        at = "while the model was made" if run is None else f"in step {len(run.losses) + 1}"
+        raise OutOfMemoryError(
+            f"out of memory {at} ({str(error).splitlines()[0][:200]}). The largest items of its ledger: {held}; the process has "
+            f"had {format_bytes(resident_peak_bytes())}. Use smaller batches (--set train.batch_size=N), a smaller model, a "
+            "higher --stage, or ranks on more machines."
+        ) from error
 
 
-def _headline(model: GPT, num_ranks: int, tokens_per_step: int, plan: Plan) -> str:
-    num_parameters = sum(param.numel() for param in model.parameters())
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory has run out, on a device or on the host."""
+    texts = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+
+
+def _tell(loss: torch.Tensor) -> tuple[float, list[int]]:
+    """The mean loss and every rank's peak of memory, on all ranks."""
+    rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
+    rows[dist.get_rank()] = torch.tensor([loss.item(), resident_peak_bytes()], dtype=torch.float64)
+    dist.all_reduce(rows)
+    return float(rows[:, 0].mean()), [int(peak) for peak in rows[:, 1].tolist()]
+
+
+def _describe(evaluation: Evaluation) -> str:
+    return f"validation loss {evaluation.loss:.4f}, accuracy {evaluation.accuracy:.1%}"
+
+
+def _headline(run: Run, num_parameters: int) -> str:
+    recipe, num_ranks = run.recipe, dist.get_world_size()
+    items = num_ranks * run.task.items_per_batch
     ranks = f"{num_ranks} rank" + ("s" if num_ranks > 1 else "")
     return (
-        f"Byte-level GPT of {num_parameters / 1e6:.1f}M parameters on Python's standard library\n"
-        f"stage {plan.stage}, {ranks}, {tokens_per_step:,} tokens a step, plan {plan.hash}"
+        f"{num_parameters / 1e6:.1f}M parameters, stage {recipe.plan.stage}, {ranks}, {recipe.plan.precision}, "
+        f"{items:,} {run.task.item} a step, plan {run.sharded.plan.hash}"
     )

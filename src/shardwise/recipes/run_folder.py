@@ -1,0 +1,129 @@
+"""The folder of one run: what was asked, what was measured, what came out. Nothing is ever overwritten unasked.
+
+======================  ==========================================================================
+``config.toml``         all effective values: a recipe that repeats the run
+``metrics.jsonl``       one line a step, and one an evaluation
+``ranks/N.json``        what rank N held, after its first step and at the end
+``result.json``         what came out; it is there only when the run has ended
+======================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import UsageError
+
+CONFIG_NAME = "config.toml"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder by its path."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """All effective values."""
+        return self.path / CONFIG_NAME
+
+    @property
+    def metrics(self) -> Path:
+        """Lines of JSON."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """What came out."""
+        return self.path / "result.json"
+
+    def rank(self, rank: int) -> Path:
+        """What one rank held."""
+        return self.path / "ranks" / f"{rank}.json"
+
+    def add_metrics(self, values: Mapping[str, Any]) -> None:
+        """Add one line. It is on its way to the disk when this returns, whatever becomes of the process."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def write_rank(self, rank: int, values: Mapping[str, Any]) -> None:
+        """Keep what a rank held."""
+        self.rank(rank).write_text(json.dumps(values), encoding="utf-8")
+
+    def read_rank(self, rank: int) -> dict[str, Any]:
+        """What a rank held, or nothing if it has not said so yet."""
+        try:
+            values: dict[str, Any] = json.loads(self.rank(rank).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return values
+
+    def last_step(self) -> int:
+        """How many steps the metrics tell of."""
+        try:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            return max((json.loads(line)["step"] for line in lines), default=0)
+        except (OSError, ValueError):
+            return 0
+
+    def write_result(self, values: Mapping[str, Any]) -> None:
+        """Keep what came out."""
+        self.result.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def name_folder(parent: Path, recipe: str) -> Path:
+    """A new name below a folder, by recipe and time."""
+    stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+def check_folder(path: Path, *, is_forced: bool) -> None:
+    """Refuse a folder that cannot be used, before anything is written.
+
+    Raises:
+        UsageError: It holds something and is not to be overwritten, it is no folder, or it cannot be written to.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"The run folder {path} is a file. Choose another place with --out.")
+        held = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    except OSError as error:
+        raise _unusable(path, error) from error
+    if held and not is_forced:
+        raise UsageError(
+            f"The run folder {path} holds an earlier run or other files. Choose another with --out, or use --force."
+        )
+    if held and CONFIG_NAME not in held:
+        raise UsageError(f"The folder {path} holds files, but no run: --force replaces runs only. Choose another with --out.")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UsageError(f"The run folder {path} cannot be made: there is no permission to write to {nearest}. Use --out.")
+
+
+def make_folder(path: Path, config: str) -> RunFolder:
+    """Make the folder of a new run, or empty that of an old one of what a run had put there.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    folder = RunFolder(path)
+    try:
+        folder.rank(0).parent.mkdir(parents=True, exist_ok=True)
+        for old in (folder.metrics, folder.result, *folder.rank(0).parent.glob("*.json")):
+            old.unlink(missing_ok=True)
+        folder.config.write_text(config, encoding="utf-8")
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return folder
+
+
+def _unusable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"The run folder {path} cannot be used: {error.strerror}. Choose another place with --out.")

@@ -1,0 +1,128 @@
+"""What each rank held and sent, beside what plain data parallelism would have held. Reads the ledger; counts nothing itself."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.plan import Plan, StateKind
+from shardwise.core.sizes import format_bytes
+
+NUM_COLUMNS_MAX = 6
+_SENT = {"gather": "parameters", "reduce": "gradients"}
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """One rank's account.
+
+    Args:
+        rank: Whose it is.
+        held_bytes: The most of each kind of the ledger.
+        peak_bytes: The most of all kinds at one moment.
+        resident_bytes: The most memory that the whole process ever had, the program itself and activations included.
+        sent_bytes: By what it was for, in the training steps alone.
+        num_steps: How many these were.
+    """
+
+    rank: int
+    held_bytes: dict[str, int]
+    peak_bytes: int
+    resident_bytes: int
+    sent_bytes: dict[str, int]
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class ComputedUse:
+    """What a rank of plain data parallelism holds and sends: computed from a ledger, not measured.
+
+    It keeps all parameters, gradients and optimizer state in fp32, its buckets share memory with the gradients (which torch DDP
+    does on request only), and its all-reduce is a ring.
+    """
+
+    held_bytes: dict[str, int]
+    sent_bytes: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return sum(self.held_bytes.values())
+
+
+def held_bytes(ledger: Ledger) -> dict[str, int]:
+    """The most of each kind, without those of which there was nothing."""
+    return {kind.value: ledger.peak(kind) for kind in Kind if ledger.peak(kind)}
+
+
+def describe_held(held: dict[str, int], limit: int = 4) -> str:
+    """The largest items, largest first."""
+    largest = sorted(held.items(), key=lambda item: -item[1])[:limit]
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in largest) or "nothing yet"
+
+
+def resident_peak_bytes() -> int:
+    """The most memory that this process ever had."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Elsewhere the kernel's own count, which macOS gives in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def plain_data_parallelism(uses: Sequence[RankUse], plan: Plan) -> ComputedUse:
+    """What each of these ranks would have held and sent without sharding, from what they did hold."""
+
+    def whole(kind: Kind, is_sharded: bool) -> int:
+        parts = [use.held_bytes.get(kind.value, 0) for use in uses]
+        return sum(parts) if is_sharded else max(parts)
+
+    is_mixed = any(Kind.MASTER.value in use.held_bytes for use in uses)
+    if is_mixed:
+        params = whole(Kind.MASTER, StateKind.OPTIM in plan.sharded)
+    else:
+        params = whole(Kind.PARAM, StateKind.PARAM in plan.sharded)
+    optim = whole(Kind.OPTIM, StateKind.OPTIM in plan.sharded)
+    sent = uses[0].num_steps * 2 * params * (len(uses) - 1) // len(uses)
+    return ComputedUse({"parameters": params, "gradients": params, "optimizer state": optim}, {"gradients": sent})
+
+
+def usage_table(uses: Sequence[RankUse], computed: ComputedUse) -> Table:
+    """Rows for what was held and sent, a column for each rank, and one for plain data parallelism."""
+    # Of many ranks, the first and the last ones.
+    half = NUM_COLUMNS_MAX // 2
+    shown = list(uses) if len(uses) <= NUM_COLUMNS_MAX else [*uses[:half], *uses[-half:]]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("at most held")
+    for use in shown:
+        table.add_column(f"rank {use.rank}", justify="right")
+    table.add_column("plain DDP (computed)", justify="right")
+    of_ddp = {
+        Kind.PARAM.value: computed.held_bytes["parameters"],
+        Kind.GRAD.value: computed.held_bytes["gradients"],
+        Kind.OPTIM.value: computed.held_bytes["optimizer state"],
+    }
+    for kind in Kind:
+        counts = [use.held_bytes.get(kind.value, 0) for use in shown]
+        if any(counts):
+            ddp = of_ddp.get(kind.value)
+            table.add_row(kind.value, *map(format_bytes, counts), "-" if ddp is None else format_bytes(ddp))
+    peaks = [format_bytes(use.peak_bytes) for use in shown]
+    table.add_row("all of these at once", *peaks, format_bytes(computed.peak_bytes), style="bold")
+    table.add_row("whole process (resident)", *(format_bytes(use.resident_bytes) for use in shown), "-")
+    table.add_section()
+    table.add_row("sent a step", style="bold")
+    ops = [op for op in dict.fromkeys(op for use in shown for op in use.sent_bytes) if any(use.sent_bytes[op] for use in shown)]
+    for op in ops:
+        per_step = [format_bytes(use.sent_bytes.get(op, 0) // use.num_steps) for use in shown]
+        ddp = computed.sent_bytes.get(_SENT.get(op, op))
+        table.add_row(_SENT.get(op, op), *per_step, "-" if ddp is None else format_bytes(ddp // uses[0].num_steps))
+    return table
