@@ -120,7 +120,7 @@ def describe_recipe(name: str, recipe: Recipe) -> str:
     values = recipe.to_dict()
     plain = {key: value for key, value in values.items() if not isinstance(value, dict) and key not in ("task", "about")}
     tables = {"": plain} | {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"  {name:<7}" + ", ".join(f"{key} = {value}" for key, value in table.items()) for name, table in tables.items()]
+    lines = [f"  {name:<7}" + ", ".join(f"{key} = {value!r}" for key, value in table.items()) for name, table in tables.items()]
     return "\n".join([f"Recipe {name}, hash {recipe.hash}: {recipe.about}", *lines])
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardwise.recipes.config import EmbeddingsRecipe, RatingsConfig, RecommenderConfig
 from shardwise.recipes.data import Batch, generator_for
 
-_SKEW = 3.0
+_SKEW = 6.0
 
 
 class Recommender(nn.Module):

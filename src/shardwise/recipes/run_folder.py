@@ -95,6 +95,7 @@ def check_folder(path: Path, *, is_forced: bool) -> None:
         if path.exists() and not path.is_dir():
             raise UsageError(f"The run folder {path} is a file. Choose another place with --out.")
         held = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     except OSError as error:
         raise _unusable(path, error) from error
     if held and not is_forced:
@@ -103,9 +104,12 @@ def check_folder(path: Path, *, is_forced: bool) -> None:
         )
     if held and CONFIG_NAME not in held:
         raise UsageError(f"The folder {path} holds files, but no run: --force replaces runs only. Choose another with --out.")
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise UsageError(f"The run folder {path} cannot be made: there is no permission to write to {nearest}. Use --out.")
+    if not nearest.is_dir():
+        raise UsageError(f"The run folder {path} cannot be made: {nearest} is a file. Choose another place with --out.")
+    if not os.access(nearest, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise UsageError(
+            f"The run folder {path} cannot be made: there is no permission to write to {nearest}. Choose another place with --out."
+        )
 
 
 def make_folder(path: Path, config: str) -> RunFolder:

@@ -290,6 +290,6 @@ def _headline(run: Run, num_parameters: int) -> str:
     items = num_ranks * run.task.items_per_batch
     ranks = f"{num_ranks} rank" + ("s" if num_ranks > 1 else "")
     return (
-        f"{num_parameters / 1e6:.1f}M parameters, stage {recipe.plan.stage}, {ranks}, {recipe.plan.precision}, "
+        f"{num_parameters:,} parameters, stage {recipe.plan.stage}, {ranks}, {recipe.plan.precision}, "
         f"{items:,} {run.task.item} a step, plan {run.sharded.plan.hash}"
     )

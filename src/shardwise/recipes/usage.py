@@ -16,6 +16,7 @@ from shardwise.core.sizes import format_bytes
 
 NUM_COLUMNS_MAX = 6
 _SENT = {"gather": "parameters", "reduce": "gradients"}
+_CHECKS = "agreement and norms"
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,29 @@ def usage_table(uses: Sequence[RankUse], computed: ComputedUse) -> Table:
     for use in shown:
         table.add_column(f"rank {use.rank}", justify="right")
     table.add_column("plain DDP (computed)", justify="right")
+    weights = Kind.MASTER if any(Kind.MASTER.value in use.held_bytes for use in shown) else Kind.PARAM
     of_ddp = {
-        Kind.PARAM.value: computed.held_bytes["parameters"],
-        Kind.GRAD.value: computed.held_bytes["gradients"],
-        Kind.OPTIM.value: computed.held_bytes["optimizer state"],
+        weights: computed.held_bytes["parameters"],
+        Kind.GRAD: computed.held_bytes["gradients"],
+        Kind.OPTIM: computed.held_bytes["optimizer state"],
     }
     for kind in Kind:
         counts = [use.held_bytes.get(kind.value, 0) for use in shown]
         if any(counts):
-            ddp = of_ddp.get(kind.value)
+            ddp = of_ddp.get(kind)
             table.add_row(kind.value, *map(format_bytes, counts), "-" if ddp is None else format_bytes(ddp))
     peaks = [format_bytes(use.peak_bytes) for use in shown]
     table.add_row("all of these at once", *peaks, format_bytes(computed.peak_bytes), style="bold")
     table.add_row("whole process (resident)", *(format_bytes(use.resident_bytes) for use in shown), "-")
     table.add_section()
     table.add_row("sent a step", style="bold")
-    ops = [op for op in dict.fromkeys(op for use in shown for op in use.sent_bytes) if any(use.sent_bytes[op] for use in shown)]
-    for op in ops:
-        per_step = [format_bytes(use.sent_bytes.get(op, 0) // use.num_steps) for use in shown]
-        ddp = computed.sent_bytes.get(_SENT.get(op, op))
-        table.add_row(_SENT.get(op, op), *per_step, "-" if ddp is None else format_bytes(ddp // uses[0].num_steps))
+    for name in (*_SENT.values(), _CHECKS):
+        per_step = [_sent(use, name) // use.num_steps for use in shown]
+        ddp = computed.sent_bytes.get(name, 0) // uses[0].num_steps
+        if any(per_step) or ddp:
+            table.add_row(name, *map(format_bytes, per_step), format_bytes(ddp) if ddp else "-")
     return table
+
+
+def _sent(use: RankUse, name: str) -> int:
+    return sum(count for op, count in use.sent_bytes.items() if _SENT.get(op, _CHECKS) == name)

@@ -1,6 +1,8 @@
 """What the command line does before any rank starts: mistakes are one line, and each exit code has its meaning."""
 
 import argparse
+import socket
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,6 +14,8 @@ from shardwise.cli import jobs, launch, run, train, verify
 from shardwise.cli.exits import CommandError, ExitCode, exit_code_of
 from shardwise.cli.main import main
 from shardwise.core.errors import DesyncError, PlanError, UsageTypeError
+from shardwise.recipes.catalog import load_recipe
+from shardwise.recipes.config import GPTRecipe
 
 MODULE = """
     def build():
@@ -30,6 +34,25 @@ WRONG_USES = {
     "no-module": ("run -m no_such_package.job", ["no_such_package.job"]),
     "no-steps": ("train --steps 0", ["--steps", "1 or more"]),
     "no-stage": ("train --stage 4", ["--stage", "4"]),
+    "unknown-recipe": ("train gtp", ["no recipe 'gtp'", "'gpt'"]),
+    "unknown-key": ("train --set train.stpes=3", ["no key 'train.stpes'", "'train.steps'"]),
+    "key-of-another-recipe": ("train digits --set data.path=x", ["no key 'data.path'"]),
+    "ill-typed-key": ("train --set train.steps=many", ["train.steps must be a whole number, 1 or more", "'many'"]),
+    "no-sign": ("train --set train.steps", ["KEY=VALUE", "'train.steps'"]),
+    "set-twice": ("train --steps 3 --set train.steps=4", ["train.steps", "--steps", "--set"]),
+    "no-precision": ("train --precision fp8", ["--precision", "fp8"]),
+    "data-missing": ("train --data nowhere.txt", ["nowhere.txt does not exist"]),
+    "data-empty": ("train --data empty.txt", ["empty.txt is an empty file"]),
+    "data-binary": ("train --data image.png", ["image.png is binary"]),
+    "data-short": ("train --data plan.toml", ["plan.toml holds 24 bytes", "model.context"]),
+    "data-for-another-recipe": ("train digits --data plan.toml", ["digits brings its own data", "gpt"]),
+    "too-many-ranks": ("train --ranks 100000", ["100000 ranks", "can start about", "--ranks"]),
+    "no-port": ("train --port 70000", ["--port", "65535", "'70000'"]),
+    "old-run": ("train --out old", ["old holds an earlier run", "--force"]),
+    "no-run": ("train --out no_run --force", ["no_run holds files", "--out"]),
+    "out-is-file": ("train --out plan.toml", ["plan.toml is a file"]),
+    "out-below-file": ("train --out plan.toml/run", ["plan.toml", "--out"]),
+    "no-shell": ("completion tcsh", ["tcsh"]),
     "no-colon": ("verify cli_user_model.build", ["MODULE:FUNCTION", "cli_user_model.build"]),
     "no-function": ("verify cli_user_model:buidl", ["cli_user_model.py", "'buidl'", "'build'"]),
     "not-callable": ("verify cli_user_model:number", ["cli_user_model:number", "int"]),
@@ -46,6 +69,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cli_needs_more.py").write_text("import no_such_package\n")
     (tmp_path / "cli_broken.py").write_text("1 / 0\n")
     (tmp_path / "plan.toml").write_text("stage = 3\nprefetsch = 2\n")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    for name, file in (("old", "config.toml"), ("no_run", "thesis.tex")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("mine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for module in (launch, run, jobs):
@@ -67,13 +95,58 @@ def call(line: str) -> int:
         return error.code
 
 
+def snapshot() -> dict[str, bytes | None]:
+    paths = (path for path in Path().rglob("*") if "__pycache__" not in path.parts)
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
 @pytest.mark.parametrize(("line", "words"), WRONG_USES.values(), ids=WRONG_USES.keys())
 def test_wrong_use_is_one_clear_line(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot()
     assert call(line) == ExitCode.WRONG_USE
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1, err
     assert all(word in err for word in words), err
+    assert snapshot() == before, "something was written"
+
+
+def test_taken_port_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert call(f"train --port {port}") == ExitCode.WRONG_USE
+    assert f"Port {port} is in use" in capsys.readouterr().err
+    assert snapshot() == before
+
+
+def test_show_prints_a_recipe_that_repeats_the_effective_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "book.txt").write_text("text")
+    assert call("train gpt --steps 7 --seed 3 --data book.txt --set model.width=64 --set model.num_heads=4 --show") == 0
+    (folder / "own.toml").write_text(capsys.readouterr().out)
+    recipe = load_recipe("own.toml")
+    assert isinstance(recipe, GPTRecipe)
+    assert (recipe.train.steps, recipe.seed, recipe.model.width, recipe.model.num_heads) == (7, 3, 64, 4)
+    assert recipe.data.path == str(folder / "book.txt")  # absolute: it means the same from everywhere
+    assert not (folder / "runs").exists()
+
+
+def test_command_line_answers_without_torch() -> None:
+    """To import it takes seconds, and a shell that completes a word would wait for it."""
+    lines = ["--help", "--version", "train --help", "completion bash", "train --show", "train --data nowhere.txt"]
+    for line in lines:
+        script = f"""
+            import sys
+            from shardwise.cli.main import main
+            try:
+                main({line.split()!r})
+            except SystemExit:
+                pass
+            assert "torch" not in sys.modules
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("line", ["--debug verify nope:build", "verify --debug nope:build"])

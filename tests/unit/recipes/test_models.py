@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from shardwise.core.errors import UsageError
-from shardwise.recipes.models import GPT, GPTConfig, generate
+from shardwise.recipes.catalog import load_recipe
+from shardwise.recipes.config import GPTConfig, GPTRecipe
+from shardwise.recipes.models import GPT, generate
 
 SMALL = GPTConfig(context=16, width=32, num_blocks=2, num_heads=4)
 
@@ -16,10 +18,12 @@ def make_model() -> GPT:
     return GPT(SMALL)
 
 
-def test_default_model_has_one_to_three_million_parameters() -> None:
+def test_model_of_the_recipe_has_about_ten_million_parameters() -> None:
+    recipe = load_recipe("gpt")
+    assert isinstance(recipe, GPTRecipe)
     with torch.device("meta"):
-        model = GPT(GPTConfig())
-    assert 1e6 < sum(param.numel() for param in model.parameters()) < 3e6
+        model = GPT(recipe.model)
+    assert 9e6 < sum(param.numel() for param in model.parameters()) < 11e6
 
 
 def test_new_model_knows_nothing() -> None:

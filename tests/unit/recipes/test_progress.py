@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from shardwise.recipes.progress import Pace, show_progress
+from shardwise.recipes.progress import Pace, Status, describe_peaks, show_progress
 
 
 class Clock:
@@ -19,24 +19,40 @@ class Clock:
 
 def test_pace_leaves_the_first_step_out() -> None:
     clock = Clock()
-    pace = Pace(num_steps=100, tokens_per_step=500, clock=clock)
+    pace = Pace(num_steps=100, items_per_step=500, clock=clock)
     clock.seconds = 60.0
     pace.tick(1)
-    assert pace.tokens_per_second == 0
+    assert pace.items_per_second == 0
     for step in range(2, 12):
         clock.seconds += 0.5
         pace.tick(step)
     assert pace.seconds_per_step == pytest.approx(0.5)
-    assert pace.tokens_per_second == pytest.approx(1000)
+    assert pace.items_per_second == pytest.approx(1000)
     assert pace.describe() == (" 1,000 tokens/s", "0:00:44 left")
+
+
+def test_evaluations_do_not_slow_the_pace() -> None:
+    clock = Clock()
+    pace = Pace(num_steps=4, items_per_step=10, item="images", clock=clock)
+    for step in (1, 2, 3):
+        clock.seconds += 2.0
+        pace.tick(step)
+        with pace.paused():
+            clock.seconds += 100.0
+    assert pace.seconds_per_step == pytest.approx(2.0)
+    assert pace.describe() == ("     5 images/s", "0:00:02 left")
+
+
+def test_of_many_ranks_the_range_of_peaks_is_shown() -> None:
+    assert describe_peaks([2**20 * count for count in (5, 1, 3, 2, 4)]) == "peak 1 to 5 MiB"
 
 
 def show(*, is_terminal: bool, **options: object) -> str:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=is_terminal, width=100, **options)  # type: ignore[arg-type]
+    console = Console(file=screen, force_terminal=is_terminal, width=140, **options)  # type: ignore[arg-type]
     with show_progress(console, 3, Pace(3, 10)) as on_step:
         for step in (1, 2, 3):
-            on_step(step, 5.0 - step)
+            on_step(Status(step, 5.0 - step, [300 * 2**20, 310 * 2**20]))
     return screen.getvalue()
 
 
@@ -44,6 +60,7 @@ def test_terminal_shows_a_bar_and_gets_its_cursor_back() -> None:
     shown = show(is_terminal=True)
     assert "step 3/3" in shown
     assert "2.0000" in shown
+    assert "peak 300, 310 MiB" in shown
     assert "━" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
@@ -62,7 +79,7 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     pace = Pace(2, 10)
     with show_progress(None, 2, pace) as on_step:
-        on_step(1, 3.0)
-        on_step(2, 2.0)
+        on_step(Status(1, 3.0))
+        on_step(Status(2, 2.0))
     assert capsys.readouterr() == ("", "")
-    assert pace.tokens_per_second > 0
+    assert pace.items_per_second > 0
