@@ -1,23 +1,18 @@
 """The command line as users meet it: real processes, exit codes, what stands on the screen, and nothing left running."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+from tests.e2e.commands import END_SECONDS, TIMEOUT_SECONDS, Answer, finish, is_running, shardwise, start
 
-# Generous: a loaded machine may take seconds to import torch, and a name server that does not answer adds some more.
-TIMEOUT_SECONDS = 240.0
-END_SECONDS = 60.0
+pytestmark = pytest.mark.e2e
 
 SCRIPT_HEAD = """
     import os, signal, sys, time
@@ -79,54 +74,9 @@ MODULE = """
 """
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command left behind."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the ranks that have named themselves."""
-        return [int(line.split()[-1]) for line in self.stdout.splitlines() if " is process " in line]
-
-
-def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "shardwise", *arguments]
-    # Files, not pipes: two streams of a process that must not block are read when it has ended.
-    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err, text=True)
-
-
-def finish(process: subprocess.Popen[str], folder: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> Answer:
-    try:
-        exit_code = process.wait(timeout_seconds)
-    except BaseException:
-        # The launcher ends its ranks; it alone knows them.
-        process.terminate()
-        process.wait(END_SECONDS)
-        raise
-    return Answer(exit_code, (folder / "stdout").read_text(), (folder / "stderr").read_text())
-
-
-def shardwise(*arguments: str, folder: Path) -> Answer:
-    return finish(start(*arguments, folder=folder), folder)
-
-
 def write_script(folder: Path, body: str) -> str:
     (folder / "job.py").write_text(textwrap.dedent(SCRIPT_HEAD) + textwrap.dedent(body))
     return "job.py"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def await_ready(process: subprocess.Popen[str], folder: Path, num_ranks: int) -> None:
@@ -234,19 +184,6 @@ def test_interrupt_ends_all_ranks(tmp_path: Path, body: str, num_interrupts: int
     assert answer.stderr.splitlines()[-1] == "shardwise: Stopped by SIGINT: all ranks were ended."
     assert len(answer.pids) == 2
     assert not any(is_running(pid) for pid in answer.pids)
-
-
-def test_train_lowers_the_loss(tmp_path: Path) -> None:
-    answer = shardwise("train", "--ranks", "2", "--stage", "3", "--steps", "4", "--json", folder=tmp_path)
-    assert answer.exit_code == 0, answer.stderr
-    result = json.loads(answer.stdout)
-    assert 5.3 < result["first_loss"] < 5.9  # a new model knows nothing: log(256) is 5.55
-    assert result["last_loss"] < result["first_loss"] - 0.5
-    assert result["validation_loss"] < result["first_loss"] - 0.5
-    assert result["sample"].startswith("def ")
-    # Without a terminal: plain lines, no control sequences.
-    assert "step 4/4  loss " in answer.stderr
-    assert "\x1b" not in answer.stderr
 
 
 def test_verify_finds_equal_bits(tmp_path: Path) -> None:
