@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Shardwise needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,hf]'
+	$(PIP) -e '.[dev,digits,hf]'
 	touch $@
 
 # One thread per process: ranks of a test share the cores of one machine.
@@ -38,8 +38,8 @@ check: setup ## Formatting, lint, types, layers, doctests
 test: setup ## All tests but the slow ones, in file order
 	$(PYTEST) tests -m 'not slow' -p no:randomly $(PYTEST_ARGS)
 
-train: setup ## A ready training job (TRAIN_ARGS="--help" lists its options)
-	$(BIN)/shardwise train $(TRAIN_ARGS)
+train: setup ## A byte-level GPT at stage 3 on 2 ranks, in about two minutes (TRAIN_ARGS="--help" lists its options)
+	$(BIN)/shardwise train gpt --stage 3 --ranks 2 $(TRAIN_ARGS)
 
 exhaustive: setup ## Every combination that small worlds allow (slow)
 	$(PYTEST) tests/distributed/test_exhaustive.py -m slow -p no:randomly $(PYTEST_ARGS)
