@@ -71,6 +71,10 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            # A block begins as nothing: else its noise drowns the embeddings, and learning begins late. Children come first.
+            for last in (module.attention.out, module.mlp[2]):
+                nn.init.zeros_(last.weight)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of shape ``(batch, length, vocab)``, or the mean loss where targets are given."""
