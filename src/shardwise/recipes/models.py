@@ -74,7 +74,7 @@ class GPT(nn.Module):
         if isinstance(module, Block):
             # A block begins as nothing: else its noise drowns the embeddings, and learning begins late. Children come first.
             for last in (module.attention.out, module.mlp[2]):
-                nn.init.zeros_(last.weight)
+                nn.init.zeros_(last.get_parameter("weight"))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of shape ``(batch, length, vocab)``, or the mean loss where targets are given."""
