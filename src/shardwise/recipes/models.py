@@ -67,14 +67,18 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
+        """Called for children before their parents. Tokens begin large and blocks as nothing: else noise of the blocks drowns the
+        tokens, and learning begins late."""
+        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        if isinstance(module, Block):
-            # A block begins as nothing: else its noise drowns the embeddings, and learning begins late. Children come first.
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, Block):
             for last in (module.attention.out, module.mlp[2]):
                 nn.init.zeros_(last.get_parameter("weight"))
+        elif isinstance(module, GPT):
+            nn.init.normal_(module.tokens.weight, std=0.5)
+            nn.init.normal_(module.positions.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of shape ``(batch, length, vocab)``, or the mean loss where targets are given."""
