@@ -96,6 +96,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "verify-help": ("verify", "--help"),
     "no-script": ("run", "nowhere/job.py"),
     "no-function": ("verify", "user_model:buidl"),
+    "too-many-ranks": ("run", "--ranks", "100000", "user_model.py"),
+    "no-recipe": ("train", "gtp"),
     "debug": ("verify", "--debug", "user_model:buidl"),
 }
 
@@ -134,8 +136,13 @@ def test_version_names_torch_as_well(quick: dict[str, Answer]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("no-script", ["nowhere/job.py"]), ("no-function", ["user_model.py", "'buidl'", "'build'"])],
-    ids=["no-script", "no-function"],
+    [
+        ("no-script", ["nowhere/job.py"]),
+        ("no-function", ["user_model.py", "'buidl'", "'build'"]),
+        ("too-many-ranks", ["100000 ranks", "can start about"]),
+        ("no-recipe", ["'gtp'", "'gpt'"]),
+    ],
+    ids=["no-script", "no-function", "too-many-ranks", "no-recipe"],
 )
 def test_wrong_use_is_one_clear_line(quick: dict[str, Answer], name: str, words: list[str]) -> None:
     answer = quick[name]

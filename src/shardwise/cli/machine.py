@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwise.core.errors import UsageError
 from shardwise.core.sizes import format_bytes
 
-RANK_BYTES = 160 * 1024**2
+RANK_BYTES = 224 * 1024**2
 """What a rank takes for itself before it has a model: Python and torch, without what processes share."""
 RANK_THREADS = 16
 """About how many threads a rank starts."""

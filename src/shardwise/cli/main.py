@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -32,13 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardwiseError as error:
         _explain(error, is_debug=args.debug)
         return exit_code_of(error)
+    except KeyboardInterrupt:
+        # Before any rank was started: later, the launcher ends them and says so.
+        print("shardwise: Stopped by SIGINT: nothing was started.", file=sys.stderr)
+        return 128 + signal.SIGINT
     return exit_code
 
 
 def build_parser() -> Parser:
     """The parser of all commands."""
-    # By its metadata: to import torch for a help text would take seconds.
-    versions = f"shardwise {shardwise.__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+    versions = f"shardwise {shardwise.__version__} (torch {_torch_version()}, Python {platform.python_version()})"
     parser = Parser(
         prog="shardwise",
         description="Train PyTorch models that do not fit, with the loop that you already have.",
@@ -51,6 +55,14 @@ def build_parser() -> Parser:
     for command in (train, run, verify, completion):
         command.add_to(commands)
     return parser
+
+
+def _torch_version() -> str:
+    """By its metadata: to import torch for a help text would take seconds."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _explain(error: ShardwiseError, *, is_debug: bool) -> None:

@@ -77,7 +77,7 @@ class GPT(nn.Module):
             for last in (module.attention.out, module.mlp[2]):
                 nn.init.zeros_(last.get_parameter("weight"))
         elif isinstance(module, GPT):
-            nn.init.normal_(module.tokens.weight, std=0.5)
+            nn.init.normal_(module.tokens.weight)
             nn.init.normal_(module.positions.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

@@ -139,7 +139,7 @@ def train(recipe: Recipe, console: Console | None = None, folder: RunFolder | No
         run = _prepare(recipe, folder)
     num_parameters = sum(param.numel() for param in run.model.parameters())
     if console is not None:
-        console.print(_headline(run, num_parameters), highlight=False)
+        console.print(_headline(run, num_parameters), highlight=False, soft_wrap=True)
     with explaining_memory(run):
         pace, evaluation = _loop(run, console)
         sample = run.task.write_sample(run.model)

@@ -122,6 +122,15 @@ def test_taken_port_is_refused_before_anything_is_written(capsys: pytest.Capture
     assert snapshot() == before
 
 
+def test_interrupt_before_ranks_start_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object, **options: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "call_on_ranks", interrupt)
+    assert call("train digits") == 130
+    assert capsys.readouterr().err == "shardwise: Stopped by SIGINT: nothing was started.\n"
+
+
 def test_show_prints_a_recipe_that_repeats_the_effective_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "book.txt").write_text("text")
     assert call("train gpt --steps 7 --seed 3 --data book.txt --set model.width=64 --set model.num_heads=4 --show") == 0
