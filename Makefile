@@ -2,6 +2,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 TRAIN_ARGS ?=
+BENCH_ARGS ?=
 NIGHTLY_RUNS ?= 20
 NIGHTLY_SEED ?= $(shell date +%s)
 
@@ -11,10 +12,10 @@ PIP := $(BIN)/python -m pip install -c constraints.txt $(PIP_ARGS)
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test train exhaustive nightly format clean
+.PHONY: help setup check test train exhaustive nightly format clean bench bench-peers
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install everything into it
 
@@ -40,6 +41,14 @@ test: setup ## All tests but the slow ones, in file order
 
 train: setup ## A byte-level GPT at stage 3 on 2 ranks, in about two minutes (TRAIN_ARGS="--help" lists its options)
 	$(BIN)/shardwise train gpt --stage 3 --ranks 2 $(TRAIN_ARGS)
+
+bench: setup ## Step times, memory and growth beside every peer that is installed (BENCH_ARGS="--help" lists its options)
+	$(PIP) -e '.[bench]'
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+bench-peers: setup ## The same with DeepSpeed, which it installs
+	$(PIP) -e '.[bench]' deepspeed
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 exhaustive: setup ## Every combination that small worlds allow (slow)
 	$(PYTEST) tests/distributed/test_exhaustive.py -m slow -p no:randomly $(PYTEST_ARGS)
