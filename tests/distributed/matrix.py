@@ -217,7 +217,7 @@ def difference(found: Outcome, expected: Outcome) -> str | None:
 # ---------------------------------------------------------------- with Shardwise
 
 
-def train(case: Case, lanes: Any = None) -> Outcome:
+def train(case: Case, lanes: Any = None, path: str = "auto") -> Outcome:
     """Train a case on this rank; other ranks do the same. Rank 0 decides the initial weights."""
     rank = lanes.rank if lanes is not None else dist.get_rank()
     model = make_model(seed=rank)
@@ -230,6 +230,7 @@ def train(case: Case, lanes: Any = None) -> Outcome:
         prefetch=case.prefetch,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
+        path=path,
     )
     shardwise.shard(model, optimizers, plan=plan, lanes=lanes)
     # Odd stages take Shardwise's scaler, even ones torch's own.
@@ -262,10 +263,11 @@ def train(case: Case, lanes: Any = None) -> Outcome:
     return facts
 
 
-def train_all(cases: Sequence[Case], *, as_large: bool = False) -> list[Outcome | str]:
+def train_all(cases: Sequence[Case], *, path: str = "auto", as_large: bool = False) -> list[Outcome | str]:
     """Train cases one after the other. One that fails alike on all ranks does not keep the others from running.
 
     Args:
+        path: through each other's memory, or through the process group.
         as_large: take the ways of large worlds: recursive halving, and gathers in one collective.
     """
     Poison.enabled = True
@@ -276,7 +278,7 @@ def train_all(cases: Sequence[Case], *, as_large: bool = False) -> list[Outcome 
             stack.enter_context(mock.patch.object(module, name, limit))
         for case in cases:
             try:
-                outcomes.append(train(case))
+                outcomes.append(train(case, path=path))
             except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
                 outcomes.append(f"{type(error).__name__}: {error}")
     return outcomes

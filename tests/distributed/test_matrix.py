@@ -20,11 +20,12 @@ def test_bits_do_not_depend_on_stage_prefetch_and_layout(world: World, ranks: in
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.parametrize("as_large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ways_of_large_worlds_have_the_same_bits(world: World, ranks: int) -> None:
+def test_network_has_the_same_bits_also_in_the_ways_of_large_worlds(world: World, ranks: int, as_large: bool) -> None:
     cases = {case.stage: case for case in CASES if case.ranks == ranks}
     assert len(cases) == 4
-    wrong = compare(world, list(cases.values()), as_large=True)
+    wrong = compare(world, list(cases.values()), path="network", as_large=as_large)
     assert not wrong, "\n" + "\n".join(wrong)
 
 

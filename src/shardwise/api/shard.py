@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import PlanError, UsageError, UsageTypeError
+from shardwise.core.events import Totals
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import Schedule
@@ -26,8 +27,8 @@ from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_para
 from shardwise.runtime.registry import find_engine
 from shardwise.runtime.rehearsal import rehearse
 from shardwise.wire.comm import Lanes, gather_bytes
+from shardwise.wire.lanes import torch_lanes
 from shardwise.wire.local_comm import solo_lanes
-from shardwise.wire.torch_comm import torch_lanes
 
 
 class PrecisionPolicy(Protocol):
@@ -69,6 +70,11 @@ class Sharded:
     def ledger(self) -> Ledger:
         """Bytes held on this rank."""
         return self.engine.ledger
+
+    @property
+    def totals(self) -> Totals:
+        """Collectives of this rank: how many, what they sent, and how long they were waited for."""
+        return self.engine.executor.totals
 
 
 def shard(  # noqa: PLR0913
@@ -201,7 +207,7 @@ def _find_lanes(mesh: Any, device: torch.device, plan: Plan) -> Lanes:
     group = None if mesh is None else mesh.get_group()
     if dist.get_world_size(group) == 1:
         return solo_lanes()
-    return torch_lanes(group, device, plan.deadline)
+    return torch_lanes(group, device, plan.deadline, plan.path)
 
 
 def _choose_layout(plan: Plan, optimizers: Sequence[Optimizer]) -> str:

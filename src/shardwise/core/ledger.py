@@ -28,6 +28,7 @@ class Kind(Enum):
     MASTER = "master weights"
     BUFFER = "buffers"
     WIRE = "wire staging"
+    POOL = "free workspace"
 
 
 Account = tuple[Tier, Kind]

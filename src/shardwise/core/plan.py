@@ -42,6 +42,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "initial": ("rank0", "local"),
     "nonfinite": ("skip", "raise", "keep"),
     "unused": ("raise", "zero"),
+    "path": ("auto", "network"),
 }
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -69,6 +70,8 @@ class Plan:
         unused: A parameter used on some ranks only: raise, or count its missing gradients as zero.
         units: Names of the modules that are units; found by themselves, if None.
         deadline_seconds: How long a collective may take; the process group's timeout, if None.
+        path: How bytes travel: ``auto``: between ranks of one host through their memory, where that is allowed; ``network``: through
+            the process group in any case. The bits are the same.
         init_seed: Seed for models that are built on the meta device.
 
     >>> Plan(stage=3, prefetch=2).sharded == SHARDED_AT_STAGE[3]
@@ -94,6 +97,7 @@ class Plan:
     unused: str = "raise"
     units: tuple[str, ...] | None = None
     deadline_seconds: float | None = None
+    path: str = "auto"
     init_seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,10 +1,16 @@
-"""Buffers that units take in turn. A buffer that was given back may serve another unit, and is freed when the step has ended."""
+"""Buffers that are taken in turn: what was given back serves the next one that fits, without fresh pages."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.core.ledger import Kind, Ledger
+from shardwise.devices import torch_private
+
+_WASTE = 0.5
+"""A buffer serves a request if not more than this part of it stays unused."""
 
 
 class Poison:
@@ -13,33 +19,80 @@ class Poison:
     enabled = False
 
 
+@dataclass(eq=False)
+class _Free:
+    """A storage that nobody holds, and whether it was given back since the last step ended."""
+
+    storage: torch.UntypedStorage
+    is_fresh: bool = True
+
+
 class Pool:
-    """Free buffers by size, dtype and device, and the ledger's account of those in use."""
+    """Free storages, and the ledger's account of them and of those in use.
+
+    Only memory for gathered parameters is kept: it is needed all through a step. Gradients come as activations go; from the
+    allocator of the device they take turns with them in the same memory, which in a pool of their own would lie idle just when
+    activations need the most.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._free: list[_Free] = []
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
         """A buffer of a size, with whatever values."""
-        free = self._free.get((numel, dtype, device))
+        num_bytes = numel * dtype.itemsize
         with torch.inference_mode(False):  # A buffer that is first used in inference must serve training as well.
-            buffer = free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+            storage = self._find(num_bytes, device) if kind is Kind.GATHERED else None
+            if storage is None:
+                buffer = torch.empty(numel, dtype=dtype, device=device)
+            else:
+                buffer = torch_private.tensor_over(storage, numel, dtype)
+                self._ledger.add(Kind.POOL, -num_bytes)
         if Poison.enabled:
             poison(buffer)
-        self._ledger.add(kind, numel * dtype.itemsize)
+        self._ledger.add(kind, num_bytes)
         return buffer
 
+    def _find(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
+        """The smallest free storage that is large enough and not much too large; of several the last: the others may go."""
+        best: _Free | None = None
+        for free in self._free:
+            size = free.storage.nbytes()
+            fits = num_bytes <= size and size * (1 - _WASTE) <= num_bytes
+            if fits and free.storage.device == device and (best is None or size <= best.storage.nbytes()):
+                best = free
+        if best is None:
+            return None
+        self._free.remove(best)
+        return best.storage
+
     def give(self, buffer: torch.Tensor, kind: Kind) -> None:
-        """Hand a buffer back. Its values are nobody's from here on."""
-        if Poison.enabled:
-            poison(buffer)
-        self._ledger.add(kind, -buffer.numel() * buffer.element_size())
-        self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
+        """Hand a buffer back: its values are nobody's from here on. One of which someone holds a view is left to them."""
+        self._ledger.add(kind, -buffer.nbytes)
+        if not torch_private.is_shared(buffer):
+            if Poison.enabled:
+                poison(buffer)
+            if kind is Kind.GATHERED and buffer.nbytes:
+                self._free.append(_Free(buffer.untyped_storage()))
+                self._ledger.add(Kind.POOL, buffer.nbytes)
+                return
+        self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes())
+
+    def end_step(self) -> None:
+        """A step has ended: free what it did not use, and keep the rest for the next one."""
+        self._drop([free for free in self._free if not free.is_fresh])
+        for free in self._free:
+            free.is_fresh = False
 
     def trim(self) -> None:
         """Free what nobody holds."""
-        self._free.clear()
+        self._drop(list(self._free))
+
+    def _drop(self, dropped: list[_Free]) -> None:
+        for free in dropped:
+            self._free.remove(free)
+            self._ledger.add(Kind.POOL, -free.storage.nbytes())
 
 
 def poison(buffer: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,6 +79,33 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor lies in the same memory. Counts owners of the storage: this tensor, and the handle made here."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > _OWN_STORAGE_COUNT
+
+
+@cache
+def _num_owners_of_new_grad() -> int:
+    """How many owners the memory of a gradient has while autograd hands it to a hook and nobody else knows of it."""
+    counts: list[int] = []
+    param = torch.nn.Parameter(torch.zeros(2))
+
+    def look(param: torch.Tensor) -> None:
+        grad = param.grad
+        counts.append(torch._C._storage_Use_Count(grad.untyped_storage()._cdata) if grad is not None else 0)
+
+    param.register_post_accumulate_grad_hook(look)
+    with torch.enable_grad():
+        (param * 2.0).sum().backward()
+    return counts[0]
+
+
+def is_nobody_elses(grad: torch.Tensor) -> bool:
+    """Whether a gradient in a hook after accumulation has memory of its own, of which nobody else holds a view."""
+    storage = grad.untyped_storage()
+    return storage.nbytes() == grad.nbytes and torch._C._storage_Use_Count(storage._cdata) <= _num_owners_of_new_grad()
+
+
+def tensor_over(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor at the beginning of a storage, which it owns."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
 
 
 def wrapper(

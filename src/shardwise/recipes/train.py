@@ -202,7 +202,7 @@ def _loop(run: Run, console: Console | None) -> tuple[Pace, Evaluation]:
 def train_step(run: Run, step: int) -> Status:
     """One step. The position in the data is its number: nothing else says what comes next."""
     config = run.recipe.train
-    before = run.sharded.engine.executor.totals.wire_bytes.copy()
+    before = run.sharded.totals.wire_bytes.copy()
     rate = config.learning_rate * learning_rate_factor(config, step)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
@@ -214,7 +214,7 @@ def train_step(run: Run, step: int) -> Status:
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
-    for op, num_bytes in run.sharded.engine.executor.totals.wire_bytes.items():
+    for op, num_bytes in run.sharded.totals.wire_bytes.items():
         run.sent_bytes[op] += num_bytes - before[op]
     mean_loss, peaks = _tell(loss)
     run.losses.append(mean_loss)

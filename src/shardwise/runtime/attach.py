@@ -11,6 +11,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.ledger import Kind, Ledger
 from shardwise.core.plan import StateKind
 from shardwise.core.unit import FlatSpec, Unit
+from shardwise.devices.malloc import release_unused
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.executor import UnitState
 from shardwise.runtime.flat import FlatState, ParamState, Precision, remember, state_of
@@ -47,6 +48,8 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
                 if _contains(f"{name}.layers.0" if name else "layers.0", unit.name):
                     engine.open_also_at(name, unit.name)
     register(engine)
+    if device.type == "cpu":
+        release_unused()
     return engine
 
 

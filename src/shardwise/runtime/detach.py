@@ -107,5 +107,7 @@ def _gather_elements(
         target = line[state.piece.start - spec.offset : state.piece.stop - spec.offset]
         view = line.as_strided(spec.shape, spec.stride) if state.piece.is_whole else target
         view.copy_(part)
-    engine.executor.wait(comm.all_gather(line, cuts, label=label), "gather", state.flat.spec.unit)
+    handle = comm.all_gather(line, cuts, label=label)
+    engine.executor.wait(handle, "gather", state.flat.spec.unit)
+    handle.receipt.wait()
     return line.as_strided(spec.shape, spec.stride)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -55,13 +56,19 @@ def _reduced(state: ParamState) -> torch.Tensor | None:
     return held.reduced if isinstance(held, GradFace) else None
 
 
-def summarize(executor: Executor, power: float) -> dict[int, Summary]:
-    """Summaries of all reduced gradients, by the identity of the parameter's state. A collective."""
+def summarize(
+    executor: Executor, power: float, squares: Mapping[int, torch.Tensor] = MappingProxyType({})
+) -> dict[int, Summary]:
+    """Summaries of all reduced gradients, by the identity of the parameter's state. A collective.
+
+    Args:
+        squares: Sums of squares of the blocks of this rank's parts, by the identity of the buffer's state, where they are known.
+    """
     comm = executor.lanes.gather
     flats = live_flats(executor)
     sizes = [sum(_num_integers(flat, rank) for flat in flats) for rank in range(comm.size)]
     cuts = [0, *(sum(sizes[: rank + 1]) for rank in range(comm.size))]
-    mine = [_local_rows(flat, comm.rank, power) for flat in flats]
+    mine = [_local_rows(flat, comm.rank, power, squares.get(id(flat))) for flat in flats]
     buffer = torch.zeros(cuts[-1], dtype=torch.int64)
     if mine:
         buffer[cuts[comm.rank] : cuts[comm.rank + 1]] = torch.cat([rows.flatten().cpu() for rows in mine])
@@ -90,27 +97,31 @@ def _num_integers(flat: FlatState, rank: int) -> int:
     return len(_segments_on(flat, rank)) * (exact.num_windows(flat.precision.reduce) + _NUM_COUNTS)
 
 
-def _local_rows(flat: FlatState, rank: int, power: float) -> torch.Tensor:
+def _local_rows(flat: FlatState, rank: int, power: float, squares: torch.Tensor | None) -> torch.Tensor:
     """A row for each parameter with a part on this rank: windows of the sum, then counts."""
     segments = _segments_on(flat, rank)
     width = exact.num_windows(flat.precision.reduce) + _NUM_COUNTS
     if not segments:
         return torch.zeros((0, width), dtype=torch.int64)
     low = segments[0][1]
-    values = _owned_values(flat, low, align(segments[-1][2] - low) + low)
-    counts = torch.tensor([align(stop - start) // ALIGNMENT for _, start, stop in segments], device=values.device)
-    keys = torch.repeat_interleave(torch.arange(len(segments), device=values.device), counts)
-    sums = exact.block_sums(values, power)
+    high = align(segments[-1][2] - low) + low
+    lengths = [align(stop - start) // ALIGNMENT for _, start, stop in segments]
+    if squares is not None and power == 2.0:
+        first = low - flat.layout.bounds(rank)[0]
+        sums = squares[first // ALIGNMENT : (first + high - low) // ALIGNMENT]
+    else:
+        sums = exact.block_sums(_owned_values(flat, low, high), power)
     finite = torch.isfinite(sums)
-    rows = torch.zeros((len(segments), width), dtype=torch.int64, device=values.device)
+    rows = torch.zeros((len(segments), width), dtype=torch.int64, device=sums.device)
     if not bool(finite.all()):
-        bad = values.view(-1, ALIGNMENT)[~finite]
+        bad = _owned_values(flat, low, high).view(-1, ALIGNMENT)[~finite]
+        keys = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(lengths)).to(sums.device)
         per_block = torch.stack([(~torch.isfinite(bad)).sum(1), torch.isnan(bad).sum(1)], 1)
         # The third count is of blocks that overflow though their values are finite: the norm is infinite, as torch's would be.
         per_block = torch.cat([per_block, (per_block[:, :1] == 0).to(torch.int64)], 1)
         rows[:, -_NUM_COUNTS:].index_add_(0, keys[~finite], per_block)
-        sums, keys = sums[finite], keys[finite]
-    rows[:, :-_NUM_COUNTS] = exact.to_windows(sums, keys, len(segments))
+        sums = torch.where(finite, sums, 0.0)
+    rows[:, :-_NUM_COUNTS] = exact.to_windows(sums, lengths)
     return rows
 
 

@@ -21,6 +21,7 @@ from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
 from shardwise.core.unit import ROOT, Unit
 from shardwise.devices import torch_private
+from shardwise.devices.malloc import release_unused
 from shardwise.runtime import digest
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
@@ -74,6 +75,7 @@ class Engine:
         self.ledger = ledger
         self.modules = dict(model.named_modules())
         self.executor = Executor(units, plan, lanes, ledger)
+        self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)
         self.forward = Forward(self)
         self.backward = Backward(self)
@@ -85,6 +87,7 @@ class Engine:
         self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
         self._num_skipped_in_a_row = 0
+        self._is_settling = False
         self._nonfinite: dict[int, bool] = {}
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
@@ -149,6 +152,7 @@ class Engine:
     def settle(self) -> None:
         """If the user has cast the model since the last step, follow."""
         if any(needs_recast(unit) for unit in self.executor.units.values()):
+            self.executor.before_change()
             recast(self.executor, self.plan)
 
     def replace(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
@@ -246,6 +250,7 @@ class Engine:
         """Overwrite a parameter; each rank keeps its own part, so that no collective is needed."""
         if tuple(values.shape) != state.spec.shape:
             raise UsageError(f"'{state.spec.name}' has shape {state.spec.shape} but got values of {tuple(values.shape)}.")
+        self.executor.before_change()
         with torch.no_grad():
             if state.piece.numel:
                 target = state.flat.segment_view(state.piece)
@@ -299,10 +304,13 @@ class Engine:
         if self.plan.unused == "raise":
             self._refuse_differences(use)
         used_somewhere = {id(state) for state, ranks in use.ranks_of if ranks}
-        self.reducer.install(lambda state: id(state) in used_somewhere)
+        squares = self.reducer.install(lambda state: id(state) in used_somewhere)
         self._compare_order()
-        self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0)})
+        self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0, squares)})
         self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
+        if use.is_same_trace and not self.reducer.is_steady:
+            self._is_settling = True  # Until here nothing was bounded; from here on less is needed.
+        self.reducer.is_steady = use.is_same_trace
         if use.is_same_trace:
             self._adopt_trace()
         self.executor.gather_log.reset()
@@ -393,6 +401,7 @@ class Engine:
         if any(self.reducer.has_pending(name) for name in self.executor.units):
             self.reducer.forget_cleared()
             self.synchronize()
+        self.executor.before_change()
         bad = [state.spec.name for state in self.params if self.has_nonfinite(state) and state.segment.grad is not None]
         if not bad or self.plan.nonfinite == "keep":
             self._num_skipped_in_a_row = 0
@@ -415,6 +424,10 @@ class Engine:
         self._pinned.clear()
         self.executor.refresh(updated)
         self.executor.trim()
+        if self._is_settling:
+            self._is_settling = False
+            self.executor.pool.trim()
+            release_unused()
         self.ledger.set(Kind.OPTIM, optim_bytes)
 
 

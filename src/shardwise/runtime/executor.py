@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from shardwise.devices import torch_private
 from shardwise.devices.pool import Pool
 from shardwise.runtime.flat import FlatState, lies_at
 from shardwise.runtime.parameter import bring_values, point_away, point_to
-from shardwise.wire.comm import Handle, Lanes
+from shardwise.wire.comm import Handle, Lanes, Receipt, Room, put_in_place
 
 _LOG_LIMIT = 4096
 PASSED_LIMIT = 2
@@ -44,6 +45,7 @@ class UnitState:
     residency: Residency = Residency.RELEASED
     num_leases: int = 0
     handles: list[Handle] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)
 
     def move(self, expected: Residency, to: Residency) -> None:
         """Change residency, from the state it must be in."""
@@ -84,6 +86,8 @@ class Executor:
         self.reduce_log = OpLog()
         self._is_sharded = StateKind.PARAM in plan.sharded
         self._passed: deque[str] = deque()
+        self._lingering: list[tuple[Handle, torch.Tensor, Kind]] = []
+        self._offered: deque[Receipt] = deque()
         self._memory: dict[int, tuple[UnitState, FlatState]] = {}
 
     def gather(self, name: str) -> None:
@@ -96,18 +100,29 @@ class Executor:
             return
         self.gather_log.add(f"gather {name}")
         for flat in state.flats:
+            handle = self.fill(flat, partial(self._find_room, state, flat), f"parameters of '{state.unit.label}'")
+            state.handles.append(handle)
+            state.receipts.append(handle.receipt)
+
+    def _find_room(self, state: UnitState, flat: FlatState) -> torch.Tensor:
+        """The buffer into which a flat is gathered."""
+        if flat.full is None:
             flat.full = self._take(flat)
             self._memory[torch_private.storage_key(flat.full)] = (state, flat)
-            state.handles.append(self.fill(flat, label=f"parameters of '{state.unit.label}'"))
+        return flat.full
 
-    def fill(self, flat: FlatState, *, label: str) -> Handle:
+    def fill(self, flat: FlatState, room: Room, label: str) -> Handle:
         """Begin to bring all ranks' shards into the full buffer of a flat."""
-        low, high = flat.bounds
-        if flat.full is None:
-            raise ShardwiseError(f"{flat.spec.name} has no buffer to be gathered into.")
-        if not flat.is_aliased:
-            flat.full[low:high].copy_(flat.master)
-        return self.lanes.gather.all_gather(flat.full, flat.layout.cuts, label=label)
+        if flat.is_aliased:
+            return self.lanes.gather.all_gather(room(), flat.layout.cuts, label=label)
+        if flat.precision.compute == flat.precision.master:
+            handle = self.lanes.gather.gather_parts(flat.master, flat.layout.cuts, room, label=label)
+            self._offered.append(handle.receipt)
+            while self._offered and self._offered[0].is_read:
+                self._offered.popleft()
+            return handle
+        full = put_in_place(flat.master, flat.layout.cuts, room, self.lanes.rank)
+        return self.lanes.gather.all_gather(full, flat.layout.cuts, label=label)
 
     def acquire(self, name: str) -> None:
         """Hold a unit gathered: its compute parameters stand in the modules and have their values."""
@@ -149,8 +164,12 @@ class Executor:
         if state.num_leases or state.residency is Residency.RELEASED:
             return
         for handle in state.handles:
-            self.wait(handle, "gather", name)
+            self.record("gather", name, handle, handle.cancel())
         state.handles.clear()
+        if any(flat.precision.compute != flat.precision.master for flat in state.flats):
+            for receipt in state.receipts:  # Peers read these buffers, and not the values at rest.
+                receipt.wait()
+        state.receipts.clear()
         for flat in state.flats:
             for param in flat.params:
                 if param.resting is not param.compute:
@@ -179,9 +198,35 @@ class Executor:
         else:
             self.pool.give(buffer, Kind.GATHERED)
 
+    def give_when_read(self, handle: Handle, buffer: torch.Tensor, kind: Kind) -> None:
+        """Hand a buffer back to the pool, at once or when all peers have read what this rank offered of it."""
+        self._lingering.append((handle, buffer, kind))
+        del buffer
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Hand back what peers have read by now."""
+        waiting, self._lingering = self._lingering, []
+        while waiting:
+            handle, buffer, kind = waiting.pop()
+            if handle.receipt.is_read:
+                self.pool.give(buffer, kind)
+            else:
+                self._lingering.append((handle, buffer, kind))
+
+    def before_change(self) -> None:
+        """Values at rest are about to be changed: no peer may still be reading them, nor be about to."""
+        for name, state in self.units.items():
+            if state.residency is Residency.GATHERING:
+                self.drop(name)  # Gathered ahead in a step that failed.
+        offered, self._offered = self._offered, deque()
+        for receipt in offered:
+            receipt.wait()
+
     def trim(self) -> None:
-        """Free what nobody holds: also what was shared when it was released, perhaps with a collective that was just ending."""
-        self.pool.trim()
+        """Free what nobody needs: also what was shared when it was released, perhaps with a collective that was just ending."""
+        self.sweep()
+        self.pool.end_step()
         for state in self.units.values():
             for flat in state.flats:
                 if flat.reserved is not None and not torch_private.is_shared(flat.reserved):
@@ -236,6 +281,8 @@ class Executor:
                     pending.append((name, self._refill(name, flat)))
         for name, handle in pending:
             self.wait(handle, "gather", name)
+        for _, handle in pending:
+            handle.receipt.wait()
 
     def _refill(self, name: str, flat: FlatState) -> Handle:
         if flat.is_owned_whole:
@@ -243,7 +290,8 @@ class Executor:
                 flat.full.copy_(flat.master)
             return Handle("copy")
         self.gather_log.add(f"refresh {name}")
-        return self.fill(flat, label=f"updated parameters of '{self.units[name].unit.label}'")
+        state = self.units[name]
+        return self.fill(flat, partial(self._find_room, state, flat), f"updated parameters of '{state.unit.label}'")
 
     def wait(self, handle: Handle, op: str, name: str) -> None:
         """Wait for a collective and record it."""

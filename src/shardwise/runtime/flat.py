@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -12,9 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.unit import FlatSpec, ParamSpec, Segment
+from shardwise.devices.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Precision:
 
 @dataclass(eq=False)
 class GradBuffer:
-    """Reduced gradients of one flat buffer, from element ``start`` on. Lives as long as a gradient refers to it.
+    """Reduced gradients of one flat buffer, from element ``start`` on, in memory of a pool. Lives as long as a gradient refers to it.
 
     Gradients in 16 bits are not scaled in place, where small ones would be lost: ``factors`` says, by parameter, what they are to
     be multiplied with when they are used.
@@ -44,20 +47,18 @@ class GradBuffer:
 
     values: torch.Tensor
     start: int
-    ledger: Ledger
+    pool: Pool
     factors: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.ledger.add(Kind.GRAD, self.values.nbytes)
-
     def __del__(self) -> None:
-        self.ledger.add(Kind.GRAD, -self.values.nbytes)
+        if not sys.is_finalizing():
+            self.pool.give(self.values, Kind.GRAD)
 
     def widen(self, dtype: torch.dtype) -> None:
         """Hold the values in a dtype of more bits from now on."""
-        before = self.values.nbytes
-        self.values = self.values.to(dtype)
-        self.ledger.add(Kind.GRAD, self.values.nbytes - before)
+        narrow, self.values = self.values, self.pool.take(self.values.numel(), dtype, self.values.device, Kind.GRAD)
+        self.values.copy_(narrow)
+        self.pool.give(narrow, Kind.GRAD)
 
 
 class Host(Protocol):
@@ -65,7 +66,7 @@ class Host(Protocol):
 
     plan: Plan
     layout_kind: str
-    ledger: Ledger
+    pool: Pool
 
     @property
     def is_computing(self) -> bool:
@@ -154,7 +155,8 @@ class FlatState:
     ``master`` holds the values at rest of the elements in ``bounds``; ``full`` those of the whole buffer in the dtype of compute,
     while gathered. Where both dtypes agree and ``full`` stays resident, ``master`` is a part of it (``is_aliased``). Where every
     rank owns every element (``is_owned_whole``), no collective is needed to read them. ``reserved`` is a released buffer of which
-    someone still holds a view: only this flat may be gathered into it.
+    someone still holds a view: only this flat may be gathered into it. ``local`` holds the full gradients of this rank, in memory
+    of the pool or in autograd's own.
     """
 
     spec: FlatSpec
@@ -168,7 +170,15 @@ class FlatState:
     reserved: torch.Tensor | None = None
     params: list[ParamState] = field(default_factory=list)
     local: torch.Tensor | None = None
+    is_local_pooled: bool = True
     filled: set[int] = field(default_factory=set)
+
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """Elements that belong to no parameter."""
+        ends = [0, *(param.stop for param in self.spec.params)]
+        starts = [*(param.offset for param in self.spec.params), self.layout.numel]
+        return tuple(slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     def segment_view(self, piece: Segment) -> torch.Tensor:
         """A parameter's part of the owned values."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import NotGatheredError, UsageError
+from shardwise.core.ledger import Kind
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import GradBuffer, ParamState, Standing, state_of
 
@@ -265,8 +266,9 @@ def assign_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
         raise UsageError(
             f"The gradient of '{state.spec.name}' must have shape {tuple(param.shape)} but got {tuple(value.shape)}."
         )
-    zeros = value.new_zeros(state.flat.master.numel(), dtype=state.flat.precision.reduce)
-    buffer = GradBuffer(zeros, state.flat.bounds[0], state.host.ledger)
+    pool, flat = state.host.pool, state.flat
+    zeros = pool.take(flat.master.numel(), flat.precision.reduce, flat.master.device, Kind.GRAD).zero_()
+    buffer = GradBuffer(zeros, flat.bounds[0], pool)
     face = GradFace(state, buffer, state.segment)
     whole = state.spec.view(value.new_zeros(state.flat.layout.numel))
     whole.copy_(value.detach())

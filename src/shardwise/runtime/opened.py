@@ -64,6 +64,7 @@ class Opened:
         self._executor.gather_log.add(f"open {what} {self.flat.spec.unit}")
         handle = self._executor.lanes.gather.all_gather(buffer, self.flat.layout.cuts, label=f"{what} of {self.flat.spec.name}")
         self._executor.wait(handle, "gather", self.flat.spec.unit)
+        handle.receipt.wait()
 
     def collect(self) -> None:
         """Take in what was written in other ways: new memory under a parameter, or a new parameter in its place."""
@@ -98,6 +99,7 @@ class Opened:
     def store_own_part(self) -> None:
         """Keep what was written: this rank's own part, and the copy that compute uses, where there is one."""
         flat = self.flat
+        self._executor.before_change()
         with torch.no_grad():
             if self._is_borrowed:
                 flat.master.copy_(self.values[slice(*flat.bounds)])

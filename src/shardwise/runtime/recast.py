@@ -10,7 +10,7 @@ from shardwise.core.errors import UsageError
 from shardwise.core.plan import Plan
 from shardwise.core.unit import Segment
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import FlatState, GradBuffer, Precision, lies_at
+from shardwise.runtime.flat import FlatState, Precision, lies_at
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.parameter import point_away, point_to
 
@@ -71,8 +71,9 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
         state.segment.data = flat.segment_view(state.piece)
         if isinstance(grad, GradFace):
             held = grad.buffer
-            buffer = held and GradBuffer(held.values.to(flat.precision.reduce), held.start, held.ledger)
-            state.segment.grad = GradFace(state, buffer, state.segment)
+            if held is not None:
+                held.widen(flat.precision.reduce)
+            state.segment.grad = GradFace(state, held, state.segment)
     if flat.full is not None:
         point_to(flat, flat.full)
     else:

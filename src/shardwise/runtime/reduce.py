@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.core.layout import Layout
+from shardwise.core.layout import ALIGNMENT, Layout
 from shardwise.core.tree import Tree, leaves
-from shardwise.wire.comm import Comm, Handle
+from shardwise.runtime.exact import CHUNK, accumulation_dtype, sum_blocks
+from shardwise.wire.comm import Comm, Exchange, Handle
 
 EXCHANGE_LIMIT = 16
 """Up to so many ranks one all-to-all is faster; beyond, recursive halving needs log N messages for the same volume."""
+
+
+Read = Callable[[int, int, int], torch.Tensor]
+"""What a rank has of certain elements: rank, first, one past the last."""
 
 
 @dataclass
@@ -20,42 +25,78 @@ class Reduction:
     """A reduction under way."""
 
     handle: Handle
-    layout: Layout
     tree: Tree
     rank: int
-    size: int
+    room: torch.Tensor | None = None
     sum: torch.Tensor | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether ``finish`` would not wait."""
-        return self.sum is not None or self.handle.is_done
+        """Whether ``wait`` would return at once."""
+        return self.handle.is_done
 
-    def finish(self) -> tuple[torch.Tensor, float]:
-        """The sum over all ranks of the elements that this rank owns, and the seconds waited."""
-        waited_seconds = self.handle.wait()
-        if self.sum is None:
-            if self.handle.result is None:
-                raise RuntimeError("A reduction ended without a result.")
-            own = self.layout.sizes[self.rank]
-            parts = [self.handle.result[rank * own : (rank + 1) * own] for rank in range(self.size)]
-            self.sum = add_along(self.tree, parts)
-        return self.sum, waited_seconds
+    def wait(self) -> float:
+        """Until all parts can be read; returns the seconds waited."""
+        return self.handle.wait()
 
-
-def begin_reduction(local: torch.Tensor, layout: Layout, tree: Tree, comm: Comm, *, label: str) -> Reduction:
-    """Start to sum ``local`` over all ranks; each rank gets the part that it owns."""
-    if comm.size <= EXCHANGE_LIMIT:
-        handle = comm.exchange(local, layout.cuts, label=label)
-        return Reduction(handle, layout, tree, comm.rank, comm.size)
-    return _reduce_by_halving(local, layout, tree, comm, label=label)
+    def add_up(self, out: torch.Tensor) -> torch.Tensor:
+        """Write the sum over all ranks of the elements that this rank owns; returns the sums of squares of its blocks."""
+        total = self.sum
+        if total is not None:
+            return add_into(out, self.rank, lambda rank, low, high: total[low:high])
+        if not isinstance(self.handle, Exchange):
+            raise RuntimeError("A reduction ended without a result.")
+        squares = add_into(out, self.tree, self.handle.part)
+        self.handle.close()
+        return squares
 
 
-def add_along(tree: Tree, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add ``parts[rank]`` over the leaves of a tree, overwriting the leftmost part of each sum."""
+def needs_room(comm: Comm) -> bool:
+    """Whether a reduction is an exchange that needs room for all ranks' parts."""
+    return comm.is_staged and comm.size <= EXCHANGE_LIMIT
+
+
+def begin_reduction(
+    local: torch.Tensor, layout: Layout, tree: Tree, comm: Comm, *, label: str, room: torch.Tensor | None = None
+) -> Reduction:
+    """Start to sum ``local`` over all ranks; each rank gets the part that it owns.
+
+    Args:
+        room: Memory for all ranks' versions of one's own part, where `needs_room`.
+    """
+    if comm.is_staged and comm.size > EXCHANGE_LIMIT:
+        return _reduce_by_halving(local, layout, tree, comm, label=label)
+    handle = comm.exchange(local, layout.cuts, room=room, label=label)
+    return Reduction(handle, tree, comm.rank, room)
+
+
+def add_into(out: torch.Tensor, tree: Tree, read: Read) -> torch.Tensor:
+    """Add what ranks have over the leaves of a tree, in pieces that stay in the cache.
+
+    What is read for the leftmost leaf of a sum is overwritten. Returns the sums of squares of the blocks of ``out``.
+    """
+    dtype = accumulation_dtype(out.dtype)
+    squares = torch.empty(out.numel() // ALIGNMENT, dtype=dtype, device=out.device)
+    scratch = torch.empty(min(out.numel(), CHUNK), dtype=dtype, device=out.device)
+    for low in range(0, out.numel(), CHUNK):
+        high = min(low + CHUNK, out.numel())
+        target = out[low:high]
+        if isinstance(tree, int):
+            values = read(tree, low, high)
+            if values.data_ptr() != target.data_ptr():
+                target.copy_(values)
+        else:
+            torch.add(_add_along(tree[0], read, low, high), _add_along(tree[1], read, low, high), out=target)
+        terms = target.abs() if target.is_complex() else target.to(dtype)
+        torch.mul(terms, terms, out=scratch[: high - low])
+        sum_blocks(scratch[: high - low], squares[low // ALIGNMENT : high // ALIGNMENT])
+    return squares
+
+
+def _add_along(tree: Tree, read: Read, low: int, high: int) -> torch.Tensor:
     if isinstance(tree, int):
-        return parts[tree]
-    return add_along(tree[0], parts).add_(add_along(tree[1], parts))
+        return read(tree, low, high)
+    return _add_along(tree[0], read, low, high).add_(_add_along(tree[1], read, low, high))
 
 
 @dataclass
@@ -118,4 +159,4 @@ def _reduce_by_halving(local: torch.Tensor, layout: Layout, tree: Tree, comm: Co
             for owner in owners:
                 del pieces[owner]
     finished = Handle("reduce", wire_bytes, num_messages)
-    return Reduction(finished, layout, tree, comm.rank, comm.size, pieces[comm.rank])
+    return Reduction(finished, tree, comm.rank, sum=pieces[comm.rank])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,15 @@ import torch
 from shardwise.core.ledger import Kind
 from shardwise.core.plan import StateKind
 from shardwise.core.tree import Tree
+from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import FlatState, GradBuffer, ParamState
 from shardwise.runtime.grads import GradFace
-from shardwise.runtime.reduce import Reduction, begin_reduction
-from shardwise.wire.comm import Handle
+from shardwise.runtime.reduce import Reduction, begin_reduction, needs_room
+from shardwise.wire.comm import Handle, Receipt
+
+_MOST_IN_FLIGHT = 1
+_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -23,14 +28,23 @@ class _InFlight:
     name: str
     flat: FlatState
     local: torch.Tensor
+    is_local_pooled: bool
     reduction: Reduction
+
+
+@dataclass(eq=False)
+class _Completed:
+    flat: FlatState
+    buffer: GradBuffer
+    squares: torch.Tensor
 
 
 class Reducer:
     """Owns the full local gradients of one model, and the order in which its units are reduced.
 
     Units are issued strictly in the order that was agreed, each when it and all before it are ready, and the rest at the end of
-    the backward. Nothing waits for other ranks before that end: a rank that skips a unit could otherwise not catch up.
+    the backward. Nothing waits for other ranks before that end, unless all went the same way in the last step (and then not for
+    long): a rank that skips a unit could otherwise not catch up.
     """
 
     def __init__(self, executor: Executor, tree: Tree) -> None:
@@ -41,15 +55,20 @@ class Reducer:
         self._ready: set[str] = set()
         self._in_flight: deque[list[_InFlight]] = deque()
         self._regathers: list[tuple[str, Handle]] = []
-        self._completed: list[tuple[FlatState, GradBuffer]] = []
+        self._receipts: list[Receipt] = []
+        self._completed: list[_Completed] = []
+        self.is_steady = False
+        """Whether all ranks went the same way in the last step: then nobody is waited for who waits for this rank."""
         self.num_issued: Counter[str] = Counter()
         self.sent: set[int] = set()
 
     def accumulate(self, state: ParamState, grad: torch.Tensor, weight: float) -> None:
         """Add one backward's gradient of a parameter, weighted, to the full local gradients."""
         flat = state.flat
+        if flat.local is None and self._take_over(state, grad, weight):
+            return
         if flat.local is None:
-            flat.local = self._new_local(flat)
+            flat.local = self._take(flat, flat.layout.numel, Kind.FULL_GRAD)
         target = state.spec.view(flat.local)
         grad = grad.to_dense() if grad.layout is not torch.strided else grad
         if weight == 0.0:
@@ -65,9 +84,33 @@ class Reducer:
                 target.mul_(weight)
         flat.filled.add(state.index)
 
-    def _new_local(self, flat: FlatState) -> torch.Tensor:
-        self._executor.ledger.add(Kind.FULL_GRAD, flat.layout.numel * flat.precision.reduce.itemsize)
-        return torch.zeros(flat.layout.numel, dtype=flat.precision.reduce, device=flat.master.device)
+    def _take_over(self, state: ParamState, grad: torch.Tensor, weight: float) -> bool:
+        """Let a gradient that fills its buffer by itself be the buffer, where it will not be kept: no copy, no further memory."""
+        flat = state.flat
+        is_all = len(flat.params) == 1 and state.spec.numel == flat.layout.numel and grad.layout is torch.strided
+        is_kept = StateKind.GRAD not in self._executor.plan.sharded or self._executor.lanes.size == 1
+        if not is_all or is_kept or weight == 0.0 or grad.dtype != flat.precision.reduce:
+            return False
+        if grad.stride() != state.spec.stride or not torch_private.is_nobody_elses(grad):
+            return False
+        flat.local = grad.as_strided((state.spec.numel,), (1,)).mul_(weight)
+        flat.filled.add(state.index)
+        self._executor.ledger.add(Kind.FULL_GRAD, grad.nbytes)
+        flat.is_local_pooled = False
+        return True
+
+    def _take(self, flat: FlatState, numel: int, kind: Kind) -> torch.Tensor:
+        return self._executor.pool.take(numel, flat.precision.reduce, flat.master.device, kind)
+
+    def _complete_local(self, flat: FlatState) -> torch.Tensor:
+        """The full local gradients, with zeros where there are none."""
+        local = self._take(flat, flat.layout.numel, Kind.FULL_GRAD) if flat.local is None else flat.local
+        for state in flat.params:
+            if state.index not in flat.filled:
+                state.spec.view(local).zero_()
+        for gap in flat.gaps:
+            local[gap].zero_()
+        return local
 
     def begin(self, order: Sequence[str]) -> None:
         """A backward begins whose units are ready in an order that all ranks expect."""
@@ -96,45 +139,65 @@ class Reducer:
 
     def issue(self, name: str) -> None:
         """Begin the reduction of one unit, with zeros where this rank has no gradients."""
-        while self._in_flight and all(item.reduction.is_done for item in self._in_flight[0]):
-            self._complete(self._in_flight.popleft())
+        self._complete_ready()
         self._executor.reduce_log.add(f"reduce {name}")
         self.num_issued[name] += 1
         batch = []
         for flat in self._trained_flats(self._executor.units[name]):
-            local = flat.local if flat.local is not None else self._new_local(flat)
+            local = self._complete_local(flat)
             self.sent.update(id(flat.params[index]) for index in flat.filled)
-            flat.local = None
+            is_pooled, flat.local, flat.is_local_pooled = flat.is_local_pooled, None, True
             flat.filled.clear()
             label = f"gradients of '{self._executor.units[name].unit.label}'"
-            reduction = begin_reduction(local, flat.layout, self._tree, self._executor.lanes.reduce, label=label)
-            batch.append(_InFlight(name, flat, local, reduction))
+            lane, room = self._executor.lanes.reduce, None
+            if needs_room(lane):
+                room = self._take(flat, lane.size * flat.layout.sizes[lane.rank], Kind.WIRE)
+            reduction = begin_reduction(local, flat.layout, self._tree, lane, label=label, room=room)
+            self._receipts.append(reduction.handle.receipt)
+            batch.append(_InFlight(name, flat, local, is_pooled, reduction))
         self._in_flight.append(batch)
+
+    def _complete_ready(self) -> None:
+        """Add up what has arrived. Where ranks go the same way, wait a while for the oldest: memory in flight is bounded."""
+        limit = time.monotonic() + (_PATIENCE_SECONDS if self.is_steady else 0.0)
+        while self._in_flight:
+            while not all(item.reduction.is_done for item in self._in_flight[0]):
+                if len(self._in_flight) <= _MOST_IN_FLIGHT or time.monotonic() > limit:
+                    return
+                time.sleep(0.00005)
+            self._complete(self._in_flight.popleft())
 
     @staticmethod
     def _trained_flats(unit: UnitState) -> list[FlatState]:
         return [flat for flat in unit.flats if any(p.resting.requires_grad or p.compute.requires_grad for p in flat.params)]
 
     def _complete(self, batch: list[_InFlight]) -> None:
-        plan = self._executor.plan
         for item in batch:
-            flat = item.flat
-            total, waited_seconds = item.reduction.finish()
-            self._executor.record("reduce", item.name, item.reduction.handle, waited_seconds)
-            low, high = flat.layout.bounds(item.reduction.rank)
-            if StateKind.GRAD in plan.sharded:
-                values, start = (total if total.numel() == item.local.numel() else total.clone()), low
-                self._executor.ledger.add(Kind.FULL_GRAD, -item.local.numel() * item.local.element_size())
+            flat, reduction = item.flat, item.reduction
+            self._executor.record("reduce", item.name, reduction.handle, reduction.wait())
+            low, high = flat.layout.bounds(reduction.rank)
+            is_kept = self._is_kept_whole(item)
+            values = item.local if is_kept else self._take(flat, high - low, Kind.GRAD)
+            squares = reduction.add_up(values[low:high] if is_kept else values)
+            if is_kept:
+                self._executor.ledger.add(Kind.FULL_GRAD, -values.nbytes)
+                self._executor.ledger.add(Kind.GRAD, values.nbytes)
+            elif item.is_local_pooled:
+                self._executor.give_when_read(reduction.handle, item.local, Kind.FULL_GRAD)
             else:
-                values, start = item.local, 0
-                if total.data_ptr() != values[low:high].data_ptr():
-                    values[low:high].copy_(total)
-                self._executor.ledger.add(Kind.FULL_GRAD, -values.numel() * values.element_size())
-            if StateKind.OPTIM not in plan.sharded:
+                self._executor.ledger.add(Kind.FULL_GRAD, -item.local.nbytes)
+            if StateKind.OPTIM not in self._executor.plan.sharded:
                 label = f"reduced gradients of '{item.name or '(root)'}'"
                 regather = self._executor.lanes.regather.all_gather(values, flat.layout.cuts, label=label)
                 self._regathers.append((item.name, regather))
-            self._completed.append((flat, GradBuffer(values, start, self._executor.ledger)))
+            if reduction.room is not None:
+                self._executor.pool.give(reduction.room, Kind.WIRE)
+            self._completed.append(_Completed(flat, GradBuffer(values, 0 if is_kept else low, self._executor.pool), squares))
+
+    def _is_kept_whole(self, item: _InFlight) -> bool:
+        """Whether the local buffer goes on as that of the reduced gradients."""
+        is_sharded = StateKind.GRAD in self._executor.plan.sharded
+        return not is_sharded or item.flat.layout.sizes[item.reduction.rank] == item.local.numel()
 
     def complete_all(self) -> None:
         """Wait for all reductions under way."""
@@ -142,23 +205,37 @@ class Reducer:
             self._complete(self._in_flight.popleft())
         for name, handle in self._regathers:
             self._executor.wait(handle, "gather gradients", name)
+        self._receipts.extend(handle.receipt for _, handle in self._regathers)
         self._regathers.clear()
+        for receipt in self._receipts:  # From here on users may change what peers have read, or let go of it.
+            receipt.wait()
+        self._receipts.clear()
+        self._executor.sweep()
 
-    def install(self, is_used: Callable[[ParamState], bool]) -> None:
-        """Show reduced gradients to model and optimizer: added to earlier ones, and only where some rank had one."""
+    def install(self, is_used: Callable[[ParamState], bool]) -> dict[int, torch.Tensor]:
+        """Show reduced gradients to model and optimizer: added to earlier ones, and only where some rank had one.
+
+        Returns the sums of squares of their blocks, by the identity of the buffer, where nothing was added.
+        """
         completed, self._completed = self._completed, []
-        for flat, buffer in completed:
-            for state in flat.params:
+        squares: dict[int, torch.Tensor] = {}
+        for item in completed:
+            squares[id(item.flat)] = item.squares
+        for item in completed:
+            for state in item.flat.params:
                 if not is_used(state):
                     continue
                 held = state.segment.grad
-                face = GradFace(state, buffer, state.segment)
+                face = GradFace(state, item.buffer, state.segment)
+                if held is not None:
+                    squares.pop(id(item.flat), None)
                 if isinstance(held, GradFace) and held.reduced is not None and face.reduced is not None:
                     face.reduced.add_(held.reduced if held.factor is None else held.reduced * held.factor)
                 elif held is not None and not isinstance(held, GradFace) and face.reduced is not None:
                     face.reduced.add_(held.view_as(face.reduced))
                 state.segment.grad = face
         self.begin_cycle()
+        return squares
 
     def announce(self) -> None:
         """After a backward inside no_sync: show that there are gradients, so that clearing them can be noticed."""
@@ -175,17 +252,17 @@ class Reducer:
         for unit in self._executor.units.values():
             for flat in unit.flats:
                 flat.filled = {index for index in flat.filled if flat.params[index].segment.grad is not None}
-                if flat.local is not None and not flat.filled:
+                if not flat.filled:
                     self._free_local(flat)
-                elif flat.local is not None:
-                    for state in flat.params:
-                        if state.index not in flat.filled:
-                            state.spec.view(flat.local).zero_()
 
     def _free_local(self, flat: FlatState) -> None:
         if flat.local is not None:
-            self._executor.ledger.add(Kind.FULL_GRAD, -flat.local.numel() * flat.local.element_size())
-        flat.local = None
+            local, flat.local = flat.local, None
+            if flat.is_local_pooled:
+                self._executor.pool.give(local, Kind.FULL_GRAD)
+            else:
+                self._executor.ledger.add(Kind.FULL_GRAD, -local.nbytes)
+        flat.is_local_pooled = True
         flat.filled.clear()
 
     def begin_cycle(self) -> None:

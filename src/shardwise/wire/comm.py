@@ -13,6 +13,33 @@ from typing import Protocol
 
 import torch
 
+from shardwise.core.errors import ShardwiseError
+
+
+class Receipt(Protocol):
+    """Tells when what this rank brought may be overwritten: where peers read its memory, they may still be at it."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all peers have read it."""
+        ...
+
+    def wait(self) -> None:
+        """Until they have."""
+        ...
+
+
+class _AllRead:
+    """Where bytes are sent, what was waited for is free."""
+
+    is_read = True
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+ALL_READ = _AllRead()
+
 
 @dataclass
 class Handle:
@@ -25,11 +52,21 @@ class Handle:
     _finish: Callable[[], None] | None = None
     _poll: Callable[[], bool] | None = None
     _keep: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    receipt: Receipt = field(default=ALL_READ, repr=False)
+    _cancel: Callable[[], None] | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._finish is None or (self._poll is not None and self._poll())
+
+    def cancel(self) -> float:
+        """Nobody needs the result: do no more than the peers need; returns the seconds waited."""
+        if self._cancel is None or self._finish is None:
+            return self.wait()
+        self._finish = None
+        self._cancel()
+        return 0.0
 
     def wait(self) -> float:
         """Block until the buffers are ready; returns the seconds waited."""
@@ -43,6 +80,31 @@ class Handle:
         return time.perf_counter() - begin
 
 
+@dataclass
+class Exchange(Handle):
+    """An exchange under way. After ``wait``, ``part`` gives what ranks brought of one's own part, until ``close``."""
+
+    _part: Callable[[int, int, int], torch.Tensor] | None = None
+    _close: Callable[[], None] | None = None
+
+    def part(self, rank: int, low: int, high: int) -> torch.Tensor:
+        """Elements from ``low`` to ``high`` of one's own part, as ``rank`` has them. May be overwritten, also by the next call."""
+        if self._part is None:
+            raise ShardwiseError("An exchange was read that was never begun, or is closed.")
+        return self._part(rank, low, high)
+
+    def close(self) -> None:
+        """All was read."""
+        self._part = None
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+Room = Callable[[], torch.Tensor]
+"""Gives the buffer that a collective fills."""
+
+
 class Comm(Protocol):
     """One lane of collectives. Calls on one lane are issued in the same order by every rank; lanes do not wait for each other.
 
@@ -51,13 +113,23 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    is_staged: bool
+    """Whether an exchange needs room for all ranks' versions of one's own part; else they are read from where they are."""
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
         """Fill ``buffer`` in place: rank ``r`` contributes elements ``[cuts[r], cuts[r + 1])``."""
         ...
 
-    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
-        """Send each rank its part of ``source``; the result holds every rank's version of one's own part, in rank order."""
+    def gather_parts(self, source: torch.Tensor, cuts: Sequence[int], room: Room, *, label: str) -> Handle:
+        """The same from a part that lies elsewhere, into a buffer that is asked for when there is something to fill it with."""
+        ...
+
+    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, room: torch.Tensor | None = None, label: str) -> Exchange:
+        """Bring each rank its part of ``source``: every rank's version of one's own part can then be read.
+
+        Args:
+            room: Memory for all of these versions, where the comm is staged; it finds some by itself, if None.
+        """
         ...
 
     def swap(
@@ -97,6 +169,18 @@ class Lanes:
     def size(self) -> int:
         """Number of ranks."""
         return self.gather.size
+
+
+def put_in_place(source: torch.Tensor, cuts: Sequence[int], room: Room, rank: int) -> torch.Tensor:
+    """A buffer that holds one's own part, and room for the others."""
+    buffer = room()
+    buffer[cuts[rank] : cuts[rank + 1]].copy_(source)
+    return buffer
+
+
+def part_of(parts: torch.Tensor, own: int) -> Callable[[int, int, int], torch.Tensor]:
+    """How parts are read that lie one after the other, ``own`` elements each."""
+    return lambda rank, low, high: parts[rank * own + low : rank * own + high]
 
 
 def gather_bytes(comm: Comm, payload: bytes, *, label: str) -> list[bytes]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.core.errors import DesyncError, RankLostError
-from shardwise.wire.comm import Handle, Lanes
+from shardwise.wire.comm import Exchange, Handle, Lanes, Room, part_of, put_in_place
 
 Result = TypeVar("Result")
 
@@ -21,14 +21,19 @@ class SoloComm:
 
     rank = 0
     size = 1
+    is_staged = False
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
         """The buffer is complete as it is."""
         return Handle("all_gather", result=buffer)
 
-    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
+    def gather_parts(self, source: torch.Tensor, cuts: Sequence[int], room: Room, *, label: str) -> Handle:
+        """This rank's part is the whole."""
+        return self.all_gather(put_in_place(source, cuts, room, self.rank), cuts, label=label)
+
+    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, room: torch.Tensor | None = None, label: str) -> Exchange:
         """One's own part is the whole."""
-        return Handle("exchange", result=source)
+        return Exchange("exchange", _part=lambda rank, low, high: source[low:high])
 
     def swap(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], *, label: str
@@ -65,6 +70,8 @@ class ThreadComm:
     So values are there after ``wait`` and not before, and lanes do not wait for each other, as between processes.
     """
 
+    is_staged = True
+
     def __init__(self, rank: int, size: int, lane: _Lane) -> None:
         self.rank = rank
         self.size = size
@@ -78,6 +85,10 @@ class ThreadComm:
         meeting = self._lane.bring(sequence, label, self.rank, brought.detach().clone())
         return lambda: self._lane.read(sequence, meeting, label, read)
 
+    def gather_parts(self, source: torch.Tensor, cuts: Sequence[int], room: Room, *, label: str) -> Handle:
+        """From a buffer that holds one's own part."""
+        return self.all_gather(put_in_place(source, cuts, room, self.rank), cuts, label=label)
+
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
         """Copy every other rank's slice."""
 
@@ -90,10 +101,11 @@ class ThreadComm:
         own = cuts[self.rank + 1] - cuts[self.rank]
         return Handle("all_gather", (cuts[-1] - own) * buffer.element_size(), self.size - 1, buffer, finish)
 
-    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
+    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, room: torch.Tensor | None = None, label: str) -> Exchange:
         """Collect every rank's version of one's own slice."""
         start, stop = cuts[self.rank], cuts[self.rank + 1]
-        parts = source.new_empty(self.size * (stop - start))
+        own = stop - start
+        parts = source.new_empty(self.size * own) if room is None else room
 
         def read(brought: dict[int, torch.Tensor]) -> None:
             for peer, theirs in brought.items():
@@ -101,7 +113,7 @@ class ThreadComm:
 
         finish = self._meet(f"exchange of {source.numel()} {source.dtype}: {label}", source, read)
         sent_bytes = (cuts[-1] - (stop - start)) * source.element_size()
-        return Handle("exchange", sent_bytes, self.size - 1, parts, finish)
+        return Exchange("exchange", sent_bytes, self.size - 1, None, finish, _part=part_of(parts, own))
 
     def swap(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], *, label: str

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import torch_private
-from shardwise.wire.comm import Handle, Lanes, gather_bytes
+from shardwise.core.errors import ShardwiseError
+from shardwise.wire.comm import Exchange, Handle, Room, part_of, put_in_place
 from shardwise.wire.postmortem import PostMortem
 
 BROADCAST_LIMIT = 8
@@ -30,6 +28,8 @@ class _Call:
 class TorchComm:
     """One lane over a process group of its own, so that it needs no common order with other lanes."""
 
+    is_staged = True
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device, post_mortem: PostMortem) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -40,11 +40,15 @@ class TorchComm:
         self._ranks = dist.get_process_group_ranks(group)
         self._broadcasts = dist.get_backend(group) == "gloo" and self.size <= BROADCAST_LIMIT
 
+    def gather_parts(self, source: torch.Tensor, cuts: Sequence[int], room: Room, *, label: str) -> Handle:
+        """From a buffer that holds one's own part."""
+        return self.all_gather(put_in_place(source, cuts, room, self.rank), cuts, label=label)
+
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
         """Broadcast slices straight into place, or one all-gather, padded where shards differ in size."""
         own = cuts[self.rank + 1] - cuts[self.rank]
         wire_bytes = (cuts[-1] - own) * buffer.element_size()
-        raw = _raw(buffer)
+        raw = raw_bytes(buffer)
         edges = [cut * buffer.element_size() for cut in cuts]
         even = len({b - a for a, b in pairwise(edges)}) == 1
         if self._broadcasts:
@@ -55,19 +59,20 @@ class TorchComm:
             begin = self._gather_padded
         return self._handle("all_gather", label, wire_bytes, self.size - 1, buffer, lambda: begin(raw, edges))
 
-    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
+    def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, room: torch.Tensor | None = None, label: str) -> Exchange:
         """One all-to-all with uneven splits."""
         own = cuts[self.rank + 1] - cuts[self.rank]
-        parts = source.new_empty(self.size * own)
+        parts = source.new_empty(self.size * own) if room is None else room
         item = source.element_size()
         sizes = [(b - a) * item for a, b in pairwise(cuts)]
 
         def begin() -> _Call:
-            received, sent = _raw(parts), _raw(source)
+            received, sent = raw_bytes(parts), raw_bytes(source)
             work = dist.all_to_all_single(received, sent, [own * item] * self.size, sizes, group=self._group, async_op=True)
             return _Call([work])
 
-        return self._handle("exchange", label, (cuts[-1] - own) * item, self.size - 1, parts, begin, keep=source)
+        handle = self._handle("exchange", label, (cuts[-1] - own) * item, self.size - 1, parts, begin, keep=source)
+        return Exchange(**vars(handle), _part=part_of(parts, own))
 
     def swap(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], *, label: str
@@ -75,8 +80,8 @@ class TorchComm:
         """Point-to-point messages, issued together."""
 
         def begin() -> _Call:
-            ops = [dist.P2POp(dist.isend, _raw(t), self._ranks[peer], group=self._group) for peer, t in sends]
-            ops += [dist.P2POp(dist.irecv, _raw(t), self._ranks[peer], group=self._group) for peer, t in receives]
+            ops = [dist.P2POp(dist.isend, raw_bytes(t), self._ranks[peer], group=self._group) for peer, t in sends]
+            ops += [dist.P2POp(dist.irecv, raw_bytes(t), self._ranks[peer], group=self._group) for peer, t in receives]
             return _Call(dist.batch_isend_irecv(ops) if ops else [])
 
         sent_bytes = sum(t.numel() * t.element_size() for _, t in sends)
@@ -86,7 +91,7 @@ class TorchComm:
         """One broadcast."""
 
         def begin() -> _Call:
-            return _Call([dist.broadcast(_raw(buffer), self._ranks[source], group=self._group, async_op=True)])
+            return _Call([dist.broadcast(raw_bytes(buffer), self._ranks[source], group=self._group, async_op=True)])
 
         return self._handle("broadcast", label, buffer.numel() * buffer.element_size(), 1, buffer, begin)
 
@@ -97,7 +102,7 @@ class TorchComm:
 
         def begin() -> _Call:
             flat = rows.view(-1)
-            return _Call([dist.all_gather_single(_raw(flat), _raw(mine.view(-1)), group=self._group, async_op=True)])
+            return _Call([dist.all_gather_single(raw_bytes(flat), raw_bytes(mine.view(-1)), group=self._group, async_op=True)])
 
         wire_bytes = mine.numel() * mine.element_size() * (self.size - 1)
         return self._handle("gather_small", label, wire_bytes, self.size - 1, rows, begin, keep=mine)
@@ -127,6 +132,11 @@ class TorchComm:
 
         return _Call([dist.all_gather_single(rows.view(-1), mine, group=self._group, async_op=True)], unpack)
 
+    def failed(self, where: str, error: BaseException) -> ShardwiseError:
+        """Take the lane out of use, and explain what went wrong with a collective on it."""
+        self.has_failed = True
+        return self._post_mortem.explain(where, error)
+
     def _handle(  # noqa: PLR0913
         self,
         op: str,
@@ -143,16 +153,14 @@ class TorchComm:
         try:
             call = begin()
         except RuntimeError as error:
-            self.has_failed = True
-            raise self._post_mortem.explain(where, error) from error
+            raise self.failed(where, error) from error
 
         def finish() -> None:
             try:
                 for work in call.works:
                     work.wait()
             except RuntimeError as error:
-                self.has_failed = True
-                raise self._post_mortem.explain(where, error) from error
+                raise self.failed(where, error) from error
             if call.finish is not None:
                 call.finish()
 
@@ -162,74 +170,6 @@ class TorchComm:
         return Handle(op, wire_bytes, num_messages, result, finish, poll, () if keep is None else (keep,))
 
 
-@dataclass
-class _Set:
-    """Three lanes that one engine after the other may use."""
-
-    comms: list[TorchComm]
-    hosts: tuple[str, ...]
-    is_free: bool = False
-
-    def release(self) -> None:
-        """Nobody uses these lanes any more. Those that have failed are not used again."""
-        self.is_free = not any(comm.has_failed for comm in self.comms)
-
-
-class _Sets:
-    """All lanes that were made over the process group in force. Groups cost threads and sockets, so they are used again."""
-
-    def __init__(self) -> None:
-        self._world: object = None
-        self._sets: dict[tuple[object, ...], list[_Set]] = {}
-
-    def of(self, key: tuple[object, ...]) -> list[_Set]:
-        """The lanes over certain ranks with a certain deadline; none of them outlives the default process group."""
-        if self._world is not dist.group.WORLD:
-            self._world = dist.group.WORLD
-            self._sets.clear()
-        return self._sets.setdefault(key, [])
-
-
-_SETS = _Sets()
-
-
-def torch_lanes(group: dist.ProcessGroup | None, device: torch.device, deadline: timedelta | None) -> Lanes:
-    """The lanes of one engine over the ranks of ``group`` (all ranks, if None). Called by all of these ranks."""
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    timeout = deadline or torch_private.group_timeout(group)
-    sets = _SETS.of((tuple(ranks), timeout, device.type))
-    chosen = _agree_on_free(sets, group, device)
-    if chosen is None:
-        chosen = _new_set(group, ranks, device, timeout)
-        sets.append(chosen)
-    chosen.is_free = False
-    gather, reduce, regather = chosen.comms
-    return Lanes(gather, reduce, regather, chosen.hosts, chosen.release)
-
-
-def _agree_on_free(sets: list[_Set], group: dist.ProcessGroup | None, device: torch.device) -> _Set | None:
-    """The first lanes that are free on every rank: garbage is collected at different times."""
-    if not sets:
-        return None
-    free = torch.tensor([int(each.is_free) for each in sets], device=device)
-    dist.all_reduce(free, dist.ReduceOp.MIN, group=group)
-    return next((each for each, is_free in zip(sets, free.tolist(), strict=True) if is_free), None)
-
-
-def _new_set(group: dist.ProcessGroup | None, ranks: list[int], device: torch.device, timeout: timedelta) -> _Set:
-    comms = []
-    for _ in range(3):
-        lane = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
-        post_mortem = PostMortem(torch_private.default_store(), dist.get_rank(lane), len(ranks), timeout, _group_key(ranks))
-        comms.append(TorchComm(lane, device, post_mortem))
-    names = gather_bytes(comms[0], socket.gethostname().encode(), label="host names")
-    return _Set(comms, tuple(name.decode() for name in names))
-
-
-def _group_key(ranks: Sequence[int]) -> str:
-    return "-".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]}..{ranks[-1]}"
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: backends differ in the dtypes that they take, and all of them take bytes."""
     return tensor.view(-1).view(torch.uint8)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardwise.core.layout import ALIGNMENT, Layout
 from shardwise.core.tree import Tree, balanced_tree, host_tree, leaves
 from shardwise.runtime import reduce
+from shardwise.runtime.exact import block_sums
 from shardwise.wire.comm import Lanes
 from shardwise.wire.local_comm import ThreadWorld, solo_lanes
 
@@ -50,8 +51,11 @@ def test_both_paths_follow_the_tree(tree: Tree, data: st.DataObject, dtype: torc
         sums = []
         for begin in (reduce.begin_reduction, reduce._reduce_by_halving):
             local = parts[comm.rank].clone()
-            total, seconds = begin(local, layout, tree, comm, label="gradients").finish()
-            assert seconds >= 0
+            reduction = begin(local, layout, tree, comm, label="gradients")
+            assert reduction.wait() >= 0
+            total = torch.empty(layout.sizes[comm.rank], dtype=dtype)
+            squares = reduction.add_up(total)
+            assert torch.equal(squares, block_sums(total, 2.0))
             sums.append(total)
         return sums
 
@@ -79,7 +83,8 @@ def test_limit_chooses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_world_of_one_keeps_its_gradients() -> None:
     local = torch.arange(128.0)
     reduction = reduce.begin_reduction(local, Layout((0, 128)), 0, solo_lanes().reduce, label="x")
-    total, _ = reduction.finish()
+    total = torch.empty(128)
+    reduction.add_up(total)
     assert torch.equal(total, local) and reduction.handle.wire_bytes == reduction.handle.num_messages == 0
 
 

@@ -9,9 +9,11 @@ import torch
 
 from shardwise.core.errors import DesyncError, RankLostError
 from shardwise.testing import World
-from shardwise.wire.comm import Comm, Lanes, gather_bytes
+from shardwise.wire.comm import Comm, Exchange, Lanes, gather_bytes
+from shardwise.wire.host_comm import HostComm
+from shardwise.wire.lanes import torch_lanes
 from shardwise.wire.local_comm import ThreadWorld, solo_lanes
-from shardwise.wire.torch_comm import TorchComm, torch_lanes
+from shardwise.wire.torch_comm import TorchComm
 
 pytestmark = pytest.mark.dist
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)
@@ -60,8 +62,19 @@ def exchange(comm: Comm) -> None:
             handle = comm.exchange(source, cuts, label="values")
             handle.wait()
             expected = torch.cat([numbers(rank, cuts[-1], dtype)[low:high] for rank in range(comm.size)])
-            assert handle.result is not None and torch.equal(handle.result, expected), f"{dtype}, {sizes}"
+            assert torch.equal(all_parts(handle, comm, high - low), expected), f"{dtype}, {sizes}"
             assert handle.wire_bytes == (cuts[-1] - (high - low)) * source.element_size()
+            handle.receipt.wait()
+            assert handle.receipt.is_read
+
+
+def all_parts(handle: Exchange, comm: Comm, own: int) -> torch.Tensor:
+    """What all ranks brought, read in pieces."""
+    cuts = sorted({0, own // 3, own})
+    pieces = list(pairwise(cuts)) or [(0, 0)]
+    parts = [handle.part(rank, low, high).clone() for rank in range(comm.size) for low, high in pieces]
+    handle.close()
+    return torch.cat(parts)
 
 
 def swap(comm: Comm) -> None:
@@ -123,7 +136,7 @@ def handles(comm: Comm) -> None:
     del sent
     torch.full((2 * comm.size,), -1.0)  # would get the memory of what is being sent, if nobody kept it
     handle.wait()
-    assert handle.result is not None and handle.result.view(-1, 2)[:, 0].tolist() == list(range(comm.size))
+    assert all_parts(handle, comm, 2).view(-1, 2)[:, 0].tolist() == list(range(comm.size))
 
 
 CONTRACT = {fn.__name__: fn for fn in (all_gather, exchange, swap, broadcast, gather_small, texts, handles)}
@@ -145,11 +158,14 @@ def lanes_do_not_wait_for_each_other(lanes: Lanes) -> None:
 # ---------------------------------------------------------------- who must keep it
 
 
-def run_torch(name: str, is_broadcasting: bool) -> None:
-    lanes = torch_lanes(None, torch.device("cpu"), None)
+def run_torch(name: str, way: str) -> None:
+    lanes = torch_lanes(None, torch.device("cpu"), None, "auto" if way == "memory" else "network")
     for comm in (lanes.gather, lanes.reduce, lanes.regather):
+        if way == "memory":
+            assert isinstance(comm, HostComm)
+            continue
         assert isinstance(comm, TorchComm)
-        comm._broadcasts = is_broadcasting  # as on large worlds and on other backends, if not
+        comm._broadcasts = way == "broadcasts"  # not on large worlds and on other backends
     if name in CONTRACT:
         CONTRACT[name](lanes.gather)
     else:
@@ -173,10 +189,10 @@ def test_threads(size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("is_broadcasting", [True, False], ids=["broadcasts", "one-gather"])
+@pytest.mark.parametrize("way", ["memory", "broadcasts", "one-gather"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes(world: World, ranks: int, is_broadcasting: bool, name: str) -> None:
-    world.run(run_torch, name, is_broadcasting, ranks=ranks, timeout_seconds=60)
+def test_processes(world: World, ranks: int, way: str, name: str) -> None:
+    world.run(run_torch, name, way, ranks=ranks, timeout_seconds=60)
 
 
 # ---------------------------------------------------------------- threads that fail
