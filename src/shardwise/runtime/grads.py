@@ -151,14 +151,13 @@ def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """The same for a list of gradients."""
     parts: list[torch.Tensor] = []
     is_division = func.overloadpacket is aten._foreach_div_
+    is_scaling = is_division or func.overloadpacket is aten._foreach_mul_
     for face in args[0]:
-        is_scaling = is_division or func.overloadpacket is aten._foreach_mul_
-        if is_scaling and isinstance(face, GradFace) and _scale_face(face, args[1], is_division):
-            continue
-        if isinstance(face, GradFace):
+        if not isinstance(face, GradFace):
+            parts.append(face)
+        elif not (is_scaling and _scale_face(face, args[1], is_division)):
             face.settle()
-        parts.extend(face.parts() if isinstance(face, GradFace) else [face])
-        if isinstance(face, GradFace):
+            parts.extend(face.parts())
             face.state.host.grads_changed()
     if parts:
         func(parts, *args[1:], **kwargs)

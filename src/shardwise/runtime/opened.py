@@ -51,11 +51,10 @@ class Opened:
         if not any(face.buffer is not None for face in faces):
             return None
         grads = torch.zeros(flat.layout.numel, dtype=flat.precision.master, device=flat.master.device)
-        shift = 0
         for face in faces:
             usable = face.usable()
             if usable is not None and face.state.piece.numel:
-                face.state.piece.view(grads, shift=shift).copy_(usable)
+                face.state.piece.view(grads, shift=0).copy_(usable)
         if not flat.is_owned_whole:
             self._gather(grads, "gradients")
         return grads
