@@ -1,11 +1,10 @@
-"""One model on one rank: puts the parts of the runtime together, and keeps the ranks in agreement."""
+"""One model on one rank: puts the parts of the runtime together."""
 
 from __future__ import annotations
 
 import logging
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.errors import DesyncError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.core.errors import NonFiniteError, UsageError
 from shardwise.core.ledger import Kind, Ledger
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import Schedule, build_schedule
@@ -23,6 +22,7 @@ from shardwise.core.unit import ROOT, Unit
 from shardwise.devices import torch_private
 from shardwise.devices.malloc import release_unused
 from shardwise.runtime import digest
+from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import ParamState, remember
@@ -32,7 +32,7 @@ from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
 from shardwise.runtime.reducer import Reducer
-from shardwise.wire.comm import Lanes, gather_bytes
+from shardwise.wire.comm import Lanes
 
 _log = logging.getLogger("shardwise")
 NONFINITE_LIMIT = 10
@@ -47,20 +47,6 @@ class Setup:
     lanes: Lanes
     tree: Tree
     layout_kind: str
-
-
-@dataclass(frozen=True)
-class _Use:
-    """What ranks told each other at the end of a backward."""
-
-    ranks_of: list[tuple[ParamState, list[int]]]
-    num_reductions: dict[str, int]
-    is_same_trace: bool
-    is_same_order: bool
-
-
-def _hash(value: object) -> bytes:
-    return zlib.crc32(repr(value).encode()).to_bytes(4, "little")
 
 
 class Engine:
@@ -79,6 +65,7 @@ class Engine:
         self.reducer = Reducer(self.executor, setup.tree)
         self.forward = Forward(self)
         self.backward = Backward(self)
+        self.agreement = Agreement(self.executor, self.reducer, self.forward, self.backward)
         self.digest = digest.Digest()
         self.weight = 1.0 / lanes.size
         self.is_synced = True
@@ -296,16 +283,16 @@ class Engine:
 
     def synchronize(self) -> None:
         """Reduce what backward passes have accumulated, on all ranks alike, and draw up the digest."""
-        use = self._compare_use()
+        use = self.agreement.compare_use()
         for name, count in reversed(use.num_reductions.items()):
             while self.reducer.num_issued[name] < count:
                 self.reducer.issue(name)
         self.reducer.complete_all()
         if self.plan.unused == "raise":
-            self._refuse_differences(use)
+            self.agreement.refuse_differences(use)
         used_somewhere = {id(state) for state, ranks in use.ranks_of if ranks}
         squares = self.reducer.install(lambda state: id(state) in used_somewhere)
-        self._compare_order()
+        self.agreement.compare_order()
         self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0, squares)})
         self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
         if use.is_same_trace and not self.reducer.is_steady:
@@ -315,69 +302,6 @@ class Engine:
             self._adopt_trace()
         self.executor.gather_log.reset()
         self.executor.reduce_log.reset()
-
-    def _compare_use(self) -> _Use:
-        """One small exchange: who used which parameters, how often units must be reduced, and what moments ranks saw."""
-        reducer, params, names = self.reducer, self.params, list(self.executor.units)
-        used = [state.index in state.flat.filled or id(state) in reducer.sent for state in params]
-        goals = [reducer.num_issued[name] + reducer.has_pending(name) for name in names]
-        entry = self.forward.last_entry
-        moments = _hash((entry, self.forward.recorded.get(entry), self.backward.moments))
-        strays = _hash((self.forward.strays, self.backward.strays))
-        mine = torch.tensor([*used, *goals, *moments, *strays], dtype=torch.uint8)
-        self.executor.gather_log.add("use")
-        handle = self.lanes.gather.gather_small(mine, label="the use of parameters")
-        self.executor.wait(handle, "use", "")
-        rows = mine[None].tolist() if handle.result is None else handle.result.tolist()
-        at = len(params)
-        return _Use(
-            [(state, [rank for rank, row in enumerate(rows) if row[place]]) for place, state in enumerate(params)],
-            {name: max(row[at + place] for row in rows) for place, name in enumerate(names)},
-            is_same_trace=len({tuple(row[-8:]) for row in rows}) == 1,
-            is_same_order=len({tuple(row[-4:]) for row in rows}) == 1,
-        )
-
-    def _refuse_differences(self, use: _Use) -> None:
-        """Ranks did different things: all of them drop this step's gradients and raise."""
-        partly = [(state, ranks) for state, ranks in use.ranks_of if 0 < len(ranks) < self.lanes.size]
-        if partly:
-            self.reducer.abandon()
-            self._raise_unused(*partly[0])
-        if not use.is_same_order:
-            self.reducer.abandon()
-            strays = "\n".join([*self.forward.strays, *self.backward.strays]).encode()
-            texts = gather_bytes(self.lanes.gather, strays, label="the order of units")
-            rank, unit = next((rank, text.decode().split("\n")[0]) for rank, text in enumerate(texts) if text)
-            raise DesyncError(
-                f"Ranks ran the modules of the model in different orders: rank {rank} came to '{unit or '(root)'}' later than the "
-                "others. No update was made. Run the same modules in the same order on every rank, or pass Plan(unused='zero')."
-            )
-
-    def _raise_unused(self, state: ParamState, ranks: Sequence[int]) -> None:
-        missing = [rank for rank in range(self.lanes.size) if rank not in ranks]
-        raise UsageError(
-            f"Parameter '{state.spec.name}' got a gradient on ranks {list(ranks)} but not on ranks {missing}. Use it on every rank, "
-            "or pass Plan(unused='zero') to count the missing gradients as zero. Gradients of this step were dropped."
-        )
-
-    def _compare_order(self) -> None:
-        """Refuse to go on if ranks ran their collectives in different orders: with equal sizes, numbers would be swapped."""
-        if self.lanes.size == 1:
-            return
-        logs = (self.executor.gather_log, self.executor.reduce_log)
-        mine = torch.tensor([log.hash for log in logs])
-        handle = self.lanes.gather.gather_small(mine, label="the order of collectives")
-        self.executor.wait(handle, "use", "")
-        if handle.result is None or bool((handle.result == handle.result[0]).all()):
-            return
-        payload = "\n".join(op for log in logs for op in log.latest).encode()
-        logs_of = [
-            text.decode().split("\n") for text in gather_bytes(self.lanes.gather, payload, label="the order of collectives")
-        ]
-        self.reducer.abandon()
-        for log in logs:
-            log.reset()
-        raise DesyncError(_first_difference(logs_of))
 
     def _adopt_trace(self) -> None:
         """All ranks saw the same moments: take them as the order of the next steps."""
@@ -452,16 +376,3 @@ def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> t
     ordered.copy_(values)
     line = ordered.as_strided((state.spec.numel,), (1,))
     return line[state.piece.start - state.spec.offset : state.piece.stop - state.spec.offset].view_as(target)
-
-
-def _first_difference(logs: Sequence[Sequence[str]]) -> str:
-    for place in range(max(len(log) for log in logs)):
-        ops = [log[place] if place < len(log) else "nothing more" for log in logs]
-        for rank, op in enumerate(ops):
-            if op != ops[0]:
-                return (
-                    f"Ranks ran their collectives in different orders: at number {place} of this step rank 0 did '{ops[0]}' but "
-                    f"rank {rank} did '{op}'. Values may have been swapped, so no update was made. Run the same modules in the "
-                    "same order on every rank."
-                )
-    raise ShardwiseError("The hashes of the ranks' collectives differ but their logs agree.")
