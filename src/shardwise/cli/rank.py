@@ -49,5 +49,8 @@ if __name__ == "__main__":
     exit_code = main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: after an error, threads that wait in a collective would keep the process alive.
-    os._exit(exit_code)
+    if exit_code:
+        # Not sys.exit: after an error, threads that wait in a collective would keep the process alive.
+        os._exit(exit_code)
+    # Without an error, peers may still read what this rank brought: sys.exit waits for them.
+    sys.exit()

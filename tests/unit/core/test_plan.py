@@ -38,6 +38,7 @@ def plans(draw: st.DrawFn) -> Plan:
         units=draw(st.none() | st.lists(names, max_size=3)),
         deadline_seconds=draw(st.none() | st.floats(1e-3, 1e6) | st.integers(1, 1000)),
         init_seed=draw(st.integers(-(2**40), 2**40)),
+        path=draw(st.sampled_from(["auto", "network"])),
     )
 
 
@@ -61,7 +62,7 @@ def test_every_field_enters_the_hash() -> None:
         "stage": 1, "layout": "even", "weights": (1.0,), "prefetch": 0, "tree": (0, 1), "param_dtype": "float16",
         "reduce_dtype": "float32", "output_dtype": "float32", "cast_forward_inputs": False, "reshard_after_forward": False,
         "buffers": "local", "initial": "local", "nonfinite": "keep", "unused": "zero", "units": ("a",),
-        "deadline_seconds": 5.0, "init_seed": 1,
+        "deadline_seconds": 5.0, "init_seed": 1, "path": "network",
     }  # fmt: skip
     assert set(others) == {field.name for field in fields(Plan)}, "a new field needs a value here"
     assert len({Plan().hash, *(Plan(**{key: value}).hash for key, value in others.items())}) == len(others) + 1
