@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from shardwise.cli.jobs import Job, call_on_ranks
 from shardwise.devices import cross_memory
 from shardwise.testing import World
 from shardwise.wire import host_comm
@@ -150,3 +151,18 @@ def test_a_rank_that_ends_early_waits_for_the_others(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     sums = [line.split()[-1] for line in done.stdout.split("\n") if line.startswith("sum")]
     assert len(sums) == 2 and len(set(sums)) == 1
+
+
+def read_late() -> list[int]:
+    """Rank 0 reads what rank 1 brought when that one has long returned."""
+    comm = torch_lanes(None, CPU, None).gather
+    handle = comm.gather_small(torch.tensor([comm.rank + 1]), label="ranks")
+    if comm.rank == 0:
+        time.sleep(2.0)
+    handle.wait()
+    return [] if handle.result is None else handle.result.flatten().tolist()
+
+
+def test_a_rank_whose_job_is_done_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    assert call_on_ranks(Job(f"{__name__}:read_late", {}), 2) == [1, 2]

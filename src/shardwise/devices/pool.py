@@ -8,9 +8,12 @@ import torch
 
 from shardwise.core.ledger import Kind, Ledger
 from shardwise.devices import torch_private
+from shardwise.devices.malloc import Heap
 
 _WASTE = 0.5
 """A buffer serves a request if not more than this part of it stays unused."""
+_LARGE_BYTES = 2**20
+"""From here on it is worth while to look at the heap first."""
 
 
 class Poison:
@@ -38,6 +41,7 @@ class Pool:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._free: list[_Free] = []
+        self._heap = Heap()
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
         """A buffer of a size, with whatever values."""
@@ -45,6 +49,8 @@ class Pool:
         with torch.inference_mode(False):  # A buffer that is first used in inference must serve training as well.
             storage = self._find(num_bytes, device) if kind is Kind.GATHERED else None
             if storage is None:
+                if device.type == "cpu" and num_bytes >= _LARGE_BYTES:
+                    self._heap.keep_lean()
                 buffer = torch.empty(numel, dtype=dtype, device=device)
             else:
                 buffer = torch_private.tensor_over(storage, numel, dtype)

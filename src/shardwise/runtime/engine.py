@@ -20,7 +20,6 @@ from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
 from shardwise.core.unit import ROOT, Unit
 from shardwise.devices import torch_private
-from shardwise.devices.malloc import release_unused
 from shardwise.runtime import digest
 from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
@@ -74,7 +73,6 @@ class Engine:
         self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
         self._num_skipped_in_a_row = 0
-        self._is_settling = False
         self._nonfinite: dict[int, bool] = {}
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
@@ -295,8 +293,6 @@ class Engine:
         self.agreement.compare_order()
         self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0, squares)})
         self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
-        if use.is_same_trace and not self.reducer.is_steady:
-            self._is_settling = True  # Until here nothing was bounded; from here on less is needed.
         self.reducer.is_steady = use.is_same_trace
         if use.is_same_trace:
             self._adopt_trace()
@@ -348,10 +344,6 @@ class Engine:
         self._pinned.clear()
         self.executor.refresh(updated)
         self.executor.trim()
-        if self._is_settling:
-            self._is_settling = False
-            self.executor.pool.trim()
-            release_unused()
         self.ledger.set(Kind.OPTIM, optim_bytes)
 
 
