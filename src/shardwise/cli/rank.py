@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardwise.cli.exits import exit_code_of
 from shardwise.cli.jobs import Job, Outcome, outcome_path, read_job, write_json
 from shardwise.core.errors import ShardwiseError
+from shardwise.wire.host_comm import farewell
 
 
 def main(directory: Path) -> int:
@@ -49,8 +50,8 @@ if __name__ == "__main__":
     exit_code = main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    if exit_code:
-        # Not sys.exit: after an error, threads that wait in a collective would keep the process alive.
-        os._exit(exit_code)
-    # Without an error, peers may still read what this rank brought: sys.exit waits for them.
-    sys.exit()
+    if not exit_code:
+        farewell()
+    # Not sys.exit: after an error, threads that wait in a collective would keep the process alive; without one, a thread of gloo
+    # that lets go of a tensor while the interpreter ends would abort it.
+    os._exit(exit_code)

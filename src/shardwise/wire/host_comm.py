@@ -354,7 +354,7 @@ _HOLDING: set[HostComm] = set()
 
 
 @atexit.register
-def _farewell() -> None:
+def farewell() -> None:
     """Peers may still read what this process brought: it must not end before, unless they end as well."""
     for comm in list(_ALL):
         comm.leave()
