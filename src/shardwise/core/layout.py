@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from shardwise.core.errors import PlanError
@@ -79,7 +80,7 @@ class Layout:
         """Ranks that share the buffer."""
         return len(self.cuts) - 1
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements that each rank owns."""
         return tuple(b - a for a, b in pairwise(self.cuts))

@@ -12,6 +12,8 @@ from shardwise.core.sizes import format_bytes
 class Tier(Enum):
     """Where bytes rest."""
 
+    __hash__ = object.__hash__  # In C: enum's own is Python, and members are looked up all through a step.
+
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
@@ -19,6 +21,8 @@ class Tier(Enum):
 
 class Kind(Enum):
     """What bytes are for."""
+
+    __hash__ = object.__hash__  # In C: enum's own is Python, and members are looked up all through a step.
 
     PARAM = "parameter shards"
     GATHERED = "gathered parameters"
@@ -52,10 +56,12 @@ class Ledger:
     def add(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book bytes that came (or, negative, went)."""
         account = (tier, kind)
-        self._live[account] += num_bytes
-        self._peak[account] = max(self._peak[account], self._live[account])
+        live = self._live[account] = self._live[account] + num_bytes
+        if live > self._peak[account]:
+            self._peak[account] = live
         self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
 
     def set(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book what is held now, whatever was booked before."""

@@ -23,6 +23,8 @@ from shardwise.core.tree import Tree, check_tree, parse_tree
 class StateKind(Enum):
     """Kinds of training state that can be sharded."""
 
+    __hash__ = object.__hash__  # In C: enum's own is Python, and members are looked up all through a step.
+
     OPTIM = "optimizer state"
     GRAD = "gradients"
     PARAM = "parameters"

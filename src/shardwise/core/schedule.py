@@ -15,6 +15,8 @@ from shardwise.core.unit import Unit
 class Verb(Enum):
     """What an op does to its unit."""
 
+    __hash__ = object.__hash__  # In C: enum's own is Python, and members are looked up all through a step.
+
     GATHER = "gather parameters"
     RELEASE = "release parameters"
     REDUCE = "reduce gradients"

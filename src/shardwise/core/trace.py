@@ -12,6 +12,8 @@ from torch import nn
 class Point(Enum):
     """Where in a step a moment is."""
 
+    __hash__ = object.__hash__  # In C: enum's own is Python, and members are looked up all through a step.
+
     PRE_FORWARD = "before forward"
     POST_FORWARD = "after forward"
     PRE_BACKWARD = "before backward"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -40,7 +41,7 @@ class ParamSpec:
         """The first of its names."""
         return self.names[0]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements without padding."""
         return prod(self.shape)
@@ -64,12 +65,12 @@ class Segment:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements in the segment."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether the segment is the whole parameter, so that it can keep its shape."""
         return self.numel == self.param.numel
@@ -98,7 +99,7 @@ class FlatSpec:
         kind = "trained" if self.trainable else "frozen"
         return f"{self.unit or '(root)'}[{str(self.dtype).removeprefix('torch.')}, {kind}]"
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements up to the aligned end of the last parameter."""
         last = self.params[-1]
@@ -111,12 +112,17 @@ class FlatSpec:
 
     def segments(self, bounds: tuple[int, int]) -> tuple[Segment, ...]:
         """Each parameter's part of ``bounds``, in order."""
-        low, high = bounds
-        pieces = []
-        for param in self.params:
-            start, stop = max(low, param.offset), min(high, param.stop)
-            pieces.append(Segment(param, start, stop) if start < stop else Segment(param, low, low))
-        return tuple(pieces)
+        if bounds not in self._segments:
+            low, high = bounds
+            parts = ((param, max(low, param.offset), min(high, param.stop)) for param in self.params)
+            self._segments[bounds] = tuple(
+                Segment(param, start, stop) if start < stop else Segment(param, low, low) for param, start, stop in parts
+            )
+        return self._segments[bounds]
+
+    @cached_property
+    def _segments(self) -> dict[tuple[int, int], tuple[Segment, ...]]:
+        return {}
 
     def layout(self, kind: str, *, num_ranks: int, weights: Sequence[float] | None) -> Layout:
         """Cut the buffer for a number of ranks, as the plan's ``layout`` says."""

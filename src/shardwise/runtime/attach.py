@@ -133,7 +133,7 @@ def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
         if flat.has_face(engine.plan):
             state.face = Face(state)
             remember(state.face, state)
-            state.show(state.face, instead_of=compute)
+            state.show_instead(compute, state.face)
         make_live(compute)
         compute.grad = None
     if flat.full is None:

@@ -48,7 +48,11 @@ class Digest:
 def live_flats(executor: Executor) -> list[FlatState]:
     """Buffers with reduced gradients, in the order of the units: the same on all ranks."""
     flats = [flat for unit in executor.units.values() for flat in unit.flats]
-    return [flat for flat in flats if any(_reduced(state) is not None for state in flat.params)]
+    return [flat for flat in flats if any(_is_reduced(state.segment.grad) for state in flat.params)]
+
+
+def _is_reduced(held: torch.Tensor | None) -> bool:
+    return isinstance(held, GradFace) and held.buffer is not None
 
 
 def _reduced(state: ParamState) -> torch.Tensor | None:
@@ -68,10 +72,10 @@ def summarize(
     flats = live_flats(executor)
     sizes = [sum(_num_integers(flat, rank) for flat in flats) for rank in range(comm.size)]
     cuts = [0, *(sum(sizes[: rank + 1]) for rank in range(comm.size))]
-    mine = [_local_rows(flat, comm.rank, power, squares.get(id(flat))) for flat in flats]
+    parts = [_local_part(flat, comm.rank, power, squares.get(id(flat))) for flat in flats]
     buffer = torch.zeros(cuts[-1], dtype=torch.int64)
-    if mine:
-        buffer[cuts[comm.rank] : cuts[comm.rank + 1]] = torch.cat([rows.flatten().cpu() for rows in mine])
+    if parts:
+        buffer[cuts[comm.rank] : cuts[comm.rank + 1]] = torch.cat([rows.flatten().cpu() for rows in _rows_of(parts)])
     if comm.size > 1 and cuts[-1]:
         buffer = _gather_integers(buffer, cuts, comm, executor, flats)
     return _combine(flats, buffer.tolist(), cuts, comm)
@@ -90,19 +94,42 @@ def _gather_integers(
 def _segments_on(flat: FlatState, rank: int) -> list[tuple[int, int, int]]:
     """Parameters of which a rank owns a part: index, first element, one past the last."""
     pieces = flat.spec.segments(flat.layout.bounds(rank))
-    return [(index, piece.start, piece.stop) for index, piece in enumerate(pieces) if piece.numel]
+    return [(index, piece.start, piece.stop) for index, piece in enumerate(pieces) if piece.start < piece.stop]
 
 
 def _num_integers(flat: FlatState, rank: int) -> int:
     return len(_segments_on(flat, rank)) * (exact.num_windows(flat.precision.reduce) + _NUM_COUNTS)
 
 
-def _local_rows(flat: FlatState, rank: int, power: float, squares: torch.Tensor | None) -> torch.Tensor:
-    """A row for each parameter with a part on this rank: windows of the sum, then counts."""
+@dataclass(frozen=True)
+class _Part:
+    """What one rank has of one buffer: sums of blocks, how many each parameter has of them, and a row of counts for each."""
+
+    sums: torch.Tensor
+    lengths: list[int]
+    counts: torch.Tensor
+
+
+def _rows_of(parts: Sequence[_Part]) -> list[torch.Tensor]:
+    """A row for each parameter with a part on this rank, buffer by buffer: windows of the sum, then counts."""
+    rows: dict[int, torch.Tensor] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
+    for part in parts:
+        alike.setdefault((part.sums.dtype, part.sums.device), []).append(part)
+    for group in alike.values():
+        lengths = [length for part in group for length in part.lengths]
+        windows = exact.to_windows(torch.cat([part.sums for part in group]), lengths)
+        for part, own in zip(group, windows.split([len(part.lengths) for part in group]), strict=True):
+            rows[id(part)] = torch.cat([own, part.counts], 1)
+    return [rows[id(part)] for part in parts]
+
+
+def _local_part(flat: FlatState, rank: int, power: float, squares: torch.Tensor | None) -> _Part:
     segments = _segments_on(flat, rank)
-    width = exact.num_windows(flat.precision.reduce) + _NUM_COUNTS
+    counts = torch.zeros((len(segments), _NUM_COUNTS), dtype=torch.int64, device=flat.master.device)
     if not segments:
-        return torch.zeros((0, width), dtype=torch.int64)
+        sums = torch.zeros(0, dtype=exact.accumulation_dtype(flat.precision.reduce), device=flat.master.device)
+        return _Part(sums, [], counts)
     low = segments[0][1]
     high = align(segments[-1][2] - low) + low
     lengths = [align(stop - start) // ALIGNMENT for _, start, stop in segments]
@@ -112,17 +139,15 @@ def _local_rows(flat: FlatState, rank: int, power: float, squares: torch.Tensor 
     else:
         sums = exact.block_sums(_owned_values(flat, low, high), power)
     finite = torch.isfinite(sums)
-    rows = torch.zeros((len(segments), width), dtype=torch.int64, device=sums.device)
     if not bool(finite.all()):
         bad = _owned_values(flat, low, high).view(-1, ALIGNMENT)[~finite]
         keys = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(lengths)).to(sums.device)
         per_block = torch.stack([(~torch.isfinite(bad)).sum(1), torch.isnan(bad).sum(1)], 1)
         # The third count is of blocks that overflow though their values are finite: the norm is infinite, as torch's would be.
         per_block = torch.cat([per_block, (per_block[:, :1] == 0).to(torch.int64)], 1)
-        rows[:, -_NUM_COUNTS:].index_add_(0, keys[~finite], per_block)
+        counts.index_add_(0, keys[~finite], per_block)
         sums = torch.where(finite, sums, 0.0)
-    rows[:, :-_NUM_COUNTS] = exact.to_windows(sums, lengths)
-    return rows
+    return _Part(sums, lengths, counts)
 
 
 def _owned_values(flat: FlatState, low: int, high: int) -> torch.Tensor:

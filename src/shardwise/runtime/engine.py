@@ -159,19 +159,22 @@ class Engine:
         return state.resting
 
     def _hook_params(self) -> None:
-        for state in self.params:
-            if not state.resting.requires_grad:
-                continue
-            if id(state) not in self._hooked:
-                if not state.compute.requires_grad:
-                    state.compute.requires_grad_(True)
-                handle = state.compute.register_post_accumulate_grad_hook(_TakeGrad(self, state))
-                self._hooked[id(state)] = handle.id
-                self.handles.append(handle)
-            hooks: Any = state.compute._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != self._hooked[id(state)]:
-                # After the users' own, which read the gradient. Autograd goes by the dict's own order: take out, put in.
-                hooks[self._hooked[id(state)]] = hooks.pop(self._hooked[id(state)])
+        with torch_private.without_torch_function():
+            for state in self.params:
+                if state.resting.requires_grad:
+                    self._hook(state)
+
+    def _hook(self, state: ParamState) -> None:
+        if id(state) not in self._hooked:
+            if not state.compute.requires_grad:
+                state.compute.requires_grad_(True)
+            handle = state.compute.register_post_accumulate_grad_hook(_TakeGrad(self, state))
+            self._hooked[id(state)] = handle.id
+            self.handles.append(handle)
+        hooks: Any = state.compute._post_accumulate_grad_hooks
+        if next(reversed(hooks)) != self._hooked[id(state)]:
+            # After the users' own, which read the gradient. Autograd goes by the dict's own order: take out, put in.
+            hooks[self._hooked[id(state)]] = hooks.pop(self._hooked[id(state)])
 
     def _sync_buffers(self, module: nn.Module) -> None:
         buffers = [buffer for buffer in module.buffers() if buffer.numel()]

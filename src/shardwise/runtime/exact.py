@@ -17,7 +17,7 @@ from shardwise.core.layout import ALIGNMENT
 
 _WINDOW_BITS = 4
 _MOST_BLOCKS = 2**20
-CHUNK = 2**17
+CHUNK = 2**18
 """Elements that are worked on at a time, so that what is read twice is read from the cache."""
 
 
@@ -100,10 +100,10 @@ def _add_floats(sums: torch.Tensor, pieces: torch.Tensor, runs: torch.Tensor, ro
     half_bits = _WINDOW_BITS - 1
     halves = ((sums.view(torch.int32) >> 23) + 23) >> half_bits
     for half in torch.bincount(halves, minlength=1).nonzero().flatten().tolist():
-        chosen = torch.where(halves == half, sums, 0.0).to(torch.float64)
+        chosen = torch.where(torch.eq(halves, half), sums, 0.0).to(torch.float64)
         totals = torch.segment_reduce(chosen, "sum", lengths=pieces, unsafe=True)
         unit = 2.0 ** (form.mantissa_bits - form.lowest_exponent - (half << half_bits))
-        digits = (totals * unit).to(torch.int64) << ((half & 1) << half_bits)
+        digits = torch.mul(totals, unit).to(torch.int64) << ((half & 1) << half_bits)
         rows[:, half >> 1].index_add_(0, runs, digits)
 
 

@@ -171,11 +171,9 @@ class Executor:
                 receipt.wait()
         state.receipts.clear()
         for flat in state.flats:
-            for param in flat.params:
-                if param.resting is not param.compute:
-                    if param.shown is param.compute and param.resting.requires_grad != param.compute.requires_grad:
-                        param.resting.requires_grad_(param.compute.requires_grad)
-                    param.show(param.resting, instead_of=param.compute)
+            with torch_private.without_torch_function():
+                for param in flat.params:
+                    param.show_instead(param.compute, param.resting)
             if self._is_sharded and flat.full is not None:
                 self._memory.pop(torch_private.storage_key(flat.full), None)
                 point_away(flat)
@@ -233,12 +231,10 @@ class Executor:
                     flat.reserved = None
 
     def _show(self, state: UnitState) -> None:
-        for flat in state.flats:
-            for param in flat.params:
-                if param.resting is not param.compute:
-                    if param.shown is param.resting and param.resting.requires_grad != param.compute.requires_grad:
-                        param.compute.requires_grad_(param.resting.requires_grad)
-                    param.show(param.compute, instead_of=param.resting)
+        with torch_private.without_torch_function():
+            for flat in state.flats:
+                for param in flat.params:
+                    param.show_instead(param.resting, param.compute)
 
     def visit(self, entries: Sequence[Entry], arrived: Entry | None) -> None:
         """Do the gathers of entries that this rank passed over, and begin those of the one it arrived at.

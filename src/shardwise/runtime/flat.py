@@ -127,13 +127,22 @@ class ParamState:
         shown = module._parameters[name]
         return self.resting if shown is None else shown
 
-    def show(self, param: nn.Parameter, *, instead_of: nn.Parameter | None = None) -> None:
-        """Put a tensor into the modules, at every place that shares the parameter (and that holds ``instead_of``, if given)."""
+    def show(self, param: nn.Parameter) -> None:
+        """Put a tensor into the modules, at every place that shares the parameter."""
         for module, name in self.places:
-            if instead_of is None or module._parameters.get(name) is instead_of:
+            module._parameters[name] = param
+
+    def show_instead(self, before: nn.Parameter, param: nn.Parameter) -> None:
+        """Put a tensor into the modules where another stood, with what users have set on that one."""
+        if before is param:
+            return
+        module, name = self.places[0]
+        if module._parameters.get(name) is before and before.requires_grad != param.requires_grad:
+            param.requires_grad_(before.requires_grad)
+        for module, name in self.places:
+            if module._parameters.get(name) is before:
                 module._parameters[name] = param
-        if instead_of is not None:
-            carry_attributes(instead_of, param)
+        carry_attributes(before, param)
 
 
 def lies_at(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +31,7 @@ class Frame:
     num_pushed: int = 0
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """A view of a gathered buffer that autograd saved: where it lies, not what it holds."""
 
     flat: FlatState
@@ -42,8 +41,7 @@ class Packed:
     offset: int
 
 
-@dataclass(frozen=True)
-class _Saved:
+class _Saved(NamedTuple):
     """Any other tensor that autograd saved."""
 
     values: torch.Tensor

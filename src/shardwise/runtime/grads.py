@@ -51,10 +51,11 @@ class GradFace(Standing, torch.Tensor):
 
     def usable(self) -> torch.Tensor | None:
         """This rank's part of the reduced values, in the dtype of the parameter and scaled."""
-        if self.reduced is None:
+        reduced, factor = self.reduced, self.factor
+        if reduced is None:
             return None
-        values = self.reduced.to(self.state.spec.dtype)
-        return values if self.factor is None else values * self.factor.to(values.device)
+        values = reduced.to(self.state.spec.dtype)
+        return values if factor is None else values * factor.to(values.device)
 
     def scale_later(self, factor: torch.Tensor | float) -> bool:
         """Note a factor instead of scaling in place, where the values have fewer bits than the parameter."""
@@ -76,7 +77,8 @@ class GradFace(Standing, torch.Tensor):
 
     def parts(self) -> list[torch.Tensor]:
         """All values of this gradient that are on this rank: reduced, and accumulated but not yet reduced."""
-        parts = [] if self.reduced is None else [self.reduced]
+        reduced = self.reduced
+        parts = [] if reduced is None else [reduced]
         flat = self.state.flat
         if flat.local is not None and self.state.index in flat.filled:
             parts.append(self.state.spec.view(flat.local))
@@ -304,17 +306,19 @@ class Live:
 
 
 _DERIVED: dict[tuple[type, type], type] = {}
+_PLAIN: dict[type, type] = {}
+"""The users' own class under each derived one."""
 
 
 def derive(param: nn.Parameter, mixin: type) -> None:
     """Mix a class into that of a parameter, in the place of one that was mixed in before."""
-    make_plain(param)
-    cls = type(param)
-    if (mixin, cls) not in _DERIVED:
-        _DERIVED[mixin, cls] = type(
-            cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        )
-    param.__class__ = _DERIVED[mixin, cls]
+    cls = _PLAIN.get(type(param), type(param))
+    derived = _DERIVED.get((mixin, cls))
+    if derived is None:
+        derived = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+        _DERIVED[mixin, cls], _PLAIN[derived] = derived, cls
+    if type(param) is not derived:
+        param.__class__ = derived
 
 
 def make_live(param: nn.Parameter) -> None:
@@ -324,5 +328,6 @@ def make_live(param: nn.Parameter) -> None:
 
 def make_plain(param: nn.Parameter) -> None:
     """Give a parameter its own class back."""
-    if isinstance(param, Live):
-        param.__class__ = next(cls for cls in type(param).__mro__ if not issubclass(cls, Live))  # type: ignore[assignment]
+    cls = _PLAIN.get(type(param))
+    if cls is not None:
+        param.__class__ = cls

@@ -90,9 +90,9 @@ def states_of(optimizer: Optimizer) -> list[ParamState]:
     return [state for state in found if state is not None]
 
 
-def engines_of(optimizer: Optimizer) -> list[Engine]:
-    """The engines of the models that an optimizer trains."""
-    hosts = {id(state.host): state.host for state in states_of(optimizer)}
+def engines_of(states: Iterable[ParamState]) -> list[Engine]:
+    """The engines of the models that parameters belong to."""
+    hosts = {id(state.host): state.host for state in states}
     return [host for host in hosts.values() if isinstance(host, Engine)]
 
 
@@ -117,7 +117,7 @@ def _wrap_closure(optimizer: Optimizer, binding: Binding, closure: Callable[[], 
 
     def run() -> Any:
         _restore(binding)
-        for engine in engines_of(optimizer):
+        for engine in engines_of(states_of(optimizer)):
             engine.executor.refresh(engine.executor.units)
         loss = closure()
         _prepare(optimizer, binding)
@@ -129,9 +129,10 @@ def _wrap_closure(optimizer: Optimizer, binding: Binding, closure: Callable[[], 
 def _prepare(optimizer: Optimizer, binding: Binding) -> None:
     """Give each segment its plain gradient, or none if the ranks agree to skip the step."""
     _restore(binding)
-    may_step = all([engine.before_update() for engine in engines_of(optimizer)])
+    states = states_of(optimizer)
+    may_step = all([engine.before_update() for engine in engines_of(states)])
     binding.is_stepping = may_step
-    for state in states_of(optimizer):
+    for state in states:
         held = state.segment.grad
         if not isinstance(held, GradFace):
             continue
@@ -156,7 +157,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     touched = [state for state, _ in binding.faces] if binding.is_stepping else []
     _restore(binding)
     optim_bytes = state_bytes(optimizer)
-    for engine in engines_of(optimizer):
+    for engine in engines_of(states_of(optimizer)):
         units = {state.flat.spec.unit for state in touched if state.host is engine}
         engine.after_update([name for name in engine.executor.units if name in units], optim_bytes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -197,16 +198,16 @@ def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def point_to(flat: FlatState, buffer: torch.Tensor) -> None:
     """Make the compute parameters of a flat views of a gathered buffer."""
-    for state in flat.params:
-        bring_values(state, buffer)
+    with torch_private.without_torch_function():
+        for state in flat.params:
+            bring_values(state, buffer)
 
 
 def point_away(flat: FlatState) -> None:
     """Leave the compute parameters of a flat with their shapes but without memory."""
-    nothing = torch.full((), float("nan") if flat.precision.compute.is_floating_point else 1)
-    nothing = nothing.to(dtype=flat.precision.compute, device=flat.master.device)
-    for state in flat.params:
-        take_values(state, nothing)
+    with torch_private.without_torch_function():
+        for state in flat.params:
+            take_values(state, nothing_of(state.spec.shape, flat.precision.compute, flat.master.device))
 
 
 def bring_values(state: ParamState, buffer: torch.Tensor) -> None:
@@ -217,9 +218,15 @@ def bring_values(state: ParamState, buffer: torch.Tensor) -> None:
 
 def take_values(state: ParamState, nothing: torch.Tensor) -> None:
     """Leave the user's own parameter with its form but without memory: reading it is refused by name."""
-    make_live(state.compute)
-    state.compute.data = nothing.expand(state.spec.shape)
+    state.compute.data = nothing
     derive(state.compute, Away)
+
+
+@cache
+def nothing_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that has a form but hardly any memory; whoever reads it finds no values."""
+    with torch.inference_mode(False):
+        return torch.full((), float("nan") if dtype.is_floating_point else 1, dtype=dtype, device=device).expand(shape)
 
 
 def not_gathered(state: ParamState) -> NotGatheredError:

@@ -9,8 +9,9 @@ import torch
 from shardwise.core.errors import UsageError
 from shardwise.core.plan import Plan
 from shardwise.core.unit import Segment
+from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import FlatState, Precision, lies_at
+from shardwise.runtime.flat import FlatState, ParamState, Precision, lies_at
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.parameter import point_away, point_to
 
@@ -25,13 +26,14 @@ def recast(executor: Executor, plan: Plan) -> None:
 
 def needs_recast(unit: UnitState) -> bool:
     """Whether a user has cast parameters of a unit, or put other memory under them."""
-    for flat in unit.flats:
-        for state in flat.params:
-            if state.resting.dtype != (state.spec.dtype if state.face is not None else flat.precision.compute):
-                return True
-            if flat.is_aliased and flat.full is not None and not lies_at(state.compute, flat.full, state.spec.offset):
-                return True
-    return False
+    with torch_private.without_torch_function():
+        return any(_has_changed(flat, state) for flat in unit.flats for state in flat.params)
+
+
+def _has_changed(flat: FlatState, state: ParamState) -> bool:
+    if state.resting.dtype != (state.spec.dtype if state.face is not None else flat.precision.compute):
+        return True
+    return flat.is_aliased and flat.full is not None and not lies_at(state.compute, flat.full, state.spec.offset)
 
 
 def _recast_flat(flat: FlatState, plan: Plan) -> bool:

@@ -169,7 +169,8 @@ class Reducer:
 
     @staticmethod
     def _trained_flats(unit: UnitState) -> list[FlatState]:
-        return [flat for flat in unit.flats if any(p.resting.requires_grad or p.compute.requires_grad for p in flat.params)]
+        with torch_private.without_torch_function():
+            return [flat for flat in unit.flats if any(p.resting.requires_grad or p.compute.requires_grad for p in flat.params)]
 
     def _complete(self, batch: list[_InFlight]) -> None:
         for item in batch:

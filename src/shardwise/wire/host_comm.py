@@ -306,9 +306,8 @@ class HostComm:
         target = self._peers[peer]
         cross_memory.read(target.process, target.address + 8 * _announced_at(sequence), self._row)
         stamp, address, num_bytes, check = self._row.tolist()
-        if stamp != sequence + 1 or check != _check(stamp, address, num_bytes):
-            return None
-        return address, num_bytes
+        is_there = stamp == sequence + 1 and check == _check(stamp, address, num_bytes)
+        return (address, num_bytes) if is_there else None
 
     def has_been_read(self, sequence: int) -> bool:
         """Whether all peers have read what this rank brought: then it is let go. One that is gone will not read any more."""
