@@ -126,11 +126,13 @@ class Backward:
         with torch.no_grad():
             self._engine.reducer.accumulate(state, grad, self._engine.weight)
         unit = state.flat.spec.unit
-        if not running.missing.get(unit):
+        missing = running.missing.get(unit)
+        if not missing:
             flats = self._executor.units[unit].flats
-            running.missing[unit] = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
-        running.missing[unit].discard(id(state))
-        if not running.missing[unit]:
+            missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
+            running.missing[unit] = missing
+        missing.discard(id(state))
+        if not missing:
             self._finish_round(unit, running)
 
     def _finish_round(self, unit: str, running: _Pass) -> None:

@@ -180,7 +180,9 @@ def _combine(flats: Sequence[FlatState], integers: list[int], cuts: Sequence[int
     for flat in flats:
         for state in flat.params:
             found = rows.get(id(state), [])
-            nonfinite, nan, overflow = (sum(row[-_NUM_COUNTS + count] for row in found) for count in range(_NUM_COUNTS))
+            nonfinite = nan = overflow = 0
+            for row in found:
+                nonfinite, nan, overflow = nonfinite + row[-3], nan + row[-2], overflow + row[-1]
             windows = [row[:-_NUM_COUNTS] for row in found]
             total = math.inf if overflow else exact.from_windows(windows, flat.precision.reduce)
             summaries[id(state)] = Summary(total, nonfinite, nan)

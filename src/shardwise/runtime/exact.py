@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -51,6 +52,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
+@cache
 def num_windows(dtype: torch.dtype) -> int:
     """Integers that hold one exact sum of elements of a dtype."""
     return _FORMATS[accumulation_dtype(dtype)].num_windows

@@ -88,7 +88,8 @@ class Executor:
         self._passed: deque[str] = deque()
         self._lingering: list[tuple[Handle, torch.Tensor, Kind]] = []
         self._offered: deque[Receipt] = deque()
-        self._memory: dict[int, tuple[UnitState, FlatState]] = {}
+        self.memory: dict[int, tuple[UnitState, FlatState]] = {}
+        """To which unit a gathered buffer belongs, by the key of its storage."""
 
     def gather(self, name: str) -> None:
         """Begin to gather a unit, unless it is there or on its way."""
@@ -108,7 +109,7 @@ class Executor:
         """The buffer into which a flat is gathered."""
         if flat.full is None:
             flat.full = self._take(flat)
-            self._memory[torch_private.storage_key(flat.full)] = (state, flat)
+            self.memory[torch_private.storage_key(flat.full)] = (state, flat)
         return flat.full
 
     def fill(self, flat: FlatState, room: Room, label: str) -> Handle:
@@ -166,19 +167,19 @@ class Executor:
         for handle in state.handles:
             self.record("gather", name, handle, handle.cancel())
         state.handles.clear()
-        if any(flat.precision.compute != flat.precision.master for flat in state.flats):
-            for receipt in state.receipts:  # Peers read these buffers, and not the values at rest.
-                receipt.wait()
-        state.receipts.clear()
         for flat in state.flats:
+            if flat.precision.compute != flat.precision.master:
+                for receipt in state.receipts:  # Peers read these buffers, and not the values at rest.
+                    receipt.wait()
             with torch_private.without_torch_function():
                 for param in flat.params:
                     param.show_instead(param.compute, param.resting)
             if self._is_sharded and flat.full is not None:
-                self._memory.pop(torch_private.storage_key(flat.full), None)
+                self.memory.pop(torch_private.storage_key(flat.full), None)
                 point_away(flat)
                 buffer, flat.full = flat.full, None
                 self._give(flat, buffer)
+        state.receipts.clear()
         state.residency = Residency.RELEASED
 
     def _take(self, flat: FlatState) -> torch.Tensor:
@@ -264,7 +265,7 @@ class Executor:
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitState, FlatState] | None:
         """The unit in whose gathered buffer a tensor lies."""
-        return self._memory.get(torch_private.storage_key(tensor)) if self._memory else None
+        return self.memory.get(torch_private.storage_key(tensor)) if self.memory else None
 
     def refresh(self, names: Iterable[str]) -> None:
         """Bring updated shards into the full buffers that stay resident (stages 0 to 2)."""

@@ -137,12 +137,13 @@ class ParamState:
         if before is param:
             return
         module, name = self.places[0]
-        if module._parameters.get(name) is before and before.requires_grad != param.requires_grad:
+        if before.requires_grad != param.requires_grad and module._parameters.get(name) is before:
             param.requires_grad_(before.requires_grad)
         for module, name in self.places:
             if module._parameters.get(name) is before:
                 module._parameters[name] = param
-        carry_attributes(before, param)
+        if before.__dict__:
+            carry_attributes(before, param)
 
 
 def lies_at(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> bool:

@@ -106,6 +106,7 @@ class HostComm:
     def __init__(self, lane: TorchComm, board: Board, peers: Sequence[_Peer], deadline: timedelta) -> None:
         self.rank = lane.rank
         self.size = lane.size
+        self._others = [(lane.rank + step) % lane.size for step in range(1, lane.size)]
         self._lane = lane
         self._board = board
         self._peers = peers
@@ -236,8 +237,7 @@ class HostComm:
 
         def finish() -> None:
             try:
-                for step in range(1, self.size):
-                    peer = (self.rank + step) % self.size
+                for peer in self._others:
                     read(peer, self._address_of(peer, sequence, sizes[peer]))
             except (OSError, TimeoutError) as error:
                 raise self._lane.failed(where, error) from error
@@ -246,7 +246,7 @@ class HostComm:
 
         def poll() -> bool:
             try:
-                return all(self._look(peer, sequence) is not None for peer in range(self.size) if peer != self.rank)
+                return all([self._look(peer, sequence) is not None for peer in self._others])
             except OSError:
                 return True  # A peer is gone: waiting ends at once, and says so.
 
@@ -281,9 +281,8 @@ class HostComm:
 
     def _check_presence(self, awaited: int, sequence: int) -> None:
         """Do not wait for one who has left, nor where another has died: the one who is waited for may wait for that one."""
-        for peer, target in enumerate(self._peers):
-            if peer == self.rank:
-                continue
+        for peer in self._others:
+            target = self._peers[peer]
             cross_memory.read(target.process, target.address, self._row)
             nonce, is_leaving, _, _ = self._row.tolist()
             if nonce != target.nonce:
@@ -312,8 +311,9 @@ class HostComm:
     def has_been_read(self, sequence: int) -> bool:
         """Whether all peers have read what this rank brought: then it is let go. One that is gone will not read any more."""
         if sequence in self._unread:
-            if not all(self._has_read(peer, sequence) for peer in range(self.size) if peer != self.rank):
-                return False
+            for peer in self._others:
+                if not self._has_read(peer, sequence):
+                    return False
             del self._unread[sequence]
             if not self._unread:
                 _HOLDING.discard(self)
