@@ -88,7 +88,7 @@ class Executor:
         self._passed: deque[str] = deque()
         self._lingering: list[tuple[Handle, torch.Tensor, Kind]] = []
         self._offered: deque[Receipt] = deque()
-        self.memory: dict[int, tuple[UnitState, FlatState]] = {}
+        self._memory: dict[int, tuple[UnitState, FlatState]] = {}
         """To which unit a gathered buffer belongs, by the key of its storage."""
 
     def gather(self, name: str) -> None:
@@ -109,7 +109,7 @@ class Executor:
         """The buffer into which a flat is gathered."""
         if flat.full is None:
             flat.full = self._take(flat)
-            self.memory[torch_private.storage_key(flat.full)] = (state, flat)
+            self._memory[torch_private.storage_key(flat.full)] = (state, flat)
         return flat.full
 
     def fill(self, flat: FlatState, room: Room, label: str) -> Handle:
@@ -175,7 +175,7 @@ class Executor:
                 for param in flat.params:
                     param.show_instead(param.compute, param.resting)
             if self._is_sharded and flat.full is not None:
-                self.memory.pop(torch_private.storage_key(flat.full), None)
+                self._memory.pop(torch_private.storage_key(flat.full), None)
                 point_away(flat)
                 buffer, flat.full = flat.full, None
                 self._give(flat, buffer)
@@ -265,7 +265,7 @@ class Executor:
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitState, FlatState] | None:
         """The unit in whose gathered buffer a tensor lies."""
-        return self.memory.get(torch_private.storage_key(tensor)) if self.memory else None
+        return self._memory.get(torch_private.storage_key(tensor)) if self._memory else None
 
     def refresh(self, names: Iterable[str]) -> None:
         """Bring updated shards into the full buffers that stay resident (stages 0 to 2)."""

@@ -248,8 +248,7 @@ class _Chain:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save a place for a view of a gathered buffer; anything else as before."""
-        memory = self.engine.executor.memory
-        hit = memory.get(torch_private.storage_key(tensor)) if memory and tensor.layout is torch.strided else None
+        hit = self.engine.executor.find(tensor) if tensor.layout is torch.strided else None
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
