@@ -1,0 +1,208 @@
+"""What one step took on one rank, and what a run is: the schema of all that is written down. Plain values, versioned.
+
+A record is written by one version and may be read by another: readers take what they know and leave the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+SCHEMA = 1
+"""Raised when the meaning of what is written changes. Readers refuse what is newer than they are."""
+
+
+class Phase(Enum):
+    """What a rank does with its time. Every moment of a step belongs to one."""
+
+    __hash__ = object.__hash__  # In C: enum's own is Python.
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMUNICATION = "exposed communication"
+    OPTIMIZER = "optimizer"
+    OTHER = "other"
+
+
+class Lane:
+    """What a rank's spans lie on: the places of its loop, modules, collectives."""
+
+    LOOP = "loop"
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one step for one op, unit and link."""
+
+    op: str
+    unit: str
+    link: str
+    num_collectives: int
+    num_messages: int
+    wire_bytes: int
+    moving_seconds: float
+    waited_seconds: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one kind in one tier: when the step had ended, and the most in the course of it."""
+
+    tier: str
+    kind: str
+    live_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the machine says of the process: bytes that its allocator has given out, that are resident, and the most of these."""
+
+    allocated_bytes: int
+    resident_bytes: int
+    peak_resident_bytes: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step on one rank.
+
+    Args:
+        step: Its number, from 1 on: updates that were committed.
+        rank: Whose record it is.
+        ended_at: Seconds since 1970.
+        seconds: From the end of the step before it to its own end.
+        phases: Seconds by `Phase`; they add up to ``seconds``.
+        arrived_seconds: After which time this rank came to the step's common exchange; without what it had waited until then.
+        held: Memory by tier and kind.
+        peak_bytes: The most that was held at once.
+        process: What the machine says; not looked at in every step, if steps are short.
+        traffic: Collectives by op, unit and link.
+        values: What users gave: loss, tokens, samples and the like.
+    """
+
+    step: int
+    rank: int
+    ended_at: float
+    seconds: float
+    phases: Mapping[str, float]
+    arrived_seconds: float
+    held: tuple[Held, ...]
+    peak_bytes: int
+    process: Process | None
+    traffic: tuple[Traffic, ...]
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def busy_seconds(self) -> float:
+        """The time in which this rank did not wait for others."""
+        return self.seconds - self.phases.get(Phase.COMMUNICATION.value, 0.0)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(row.wire_bytes for row in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with tables as rows."""
+        process = None if self.process is None else asdict(self.process)
+        return {
+            **{key.name: getattr(self, key.name) for key in fields(self)},
+            "phases": dict(self.phases),
+            "values": dict(self.values),
+            "held": [[each.tier, each.kind, each.live_bytes, each.peak_bytes] for each in self.held],
+            "traffic": [list(vars(row).values()) for row in self.traffic],
+            "process": process,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
+        """Read plain values; what is unknown is left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is no such record.
+        """
+        known = {key.name: values[key.name] for key in fields(cls)}
+        process = None if known["process"] is None else Process(**known["process"])
+        held = tuple(Held(*row[:4]) for row in known["held"])
+        traffic = tuple(Traffic(*row[:8]) for row in known["traffic"])
+        return cls(**{**known, "held": held, "traffic": traffic, "process": process})
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of a rank's file: what ran, where, and under which plan. ``hash`` covers all but the rank's own facts."""
+
+    rank: int
+    num_ranks: int
+    started_at: float
+    plan: Mapping[str, Any]
+    versions: Mapping[str, str]
+    host: Mapping[str, Any]
+    config: Mapping[str, Any]
+    hash: str
+    schema: int = SCHEMA
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Header:
+        """Read plain values; what is unknown is left out."""
+        return cls(**{key.name: values[key.name] for key in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time on one of a rank's lanes, in seconds since the step began."""
+
+    lane: str
+    name: str
+    begin_seconds: float
+    end_seconds: float
+    wire_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step in detail: what happened when, and what was held.
+
+    Args:
+        step: Its number.
+        rank: Whose it is.
+        synced_seconds: When the step's common exchange ended. All ranks leave it at nearly the same time: laid over each other
+            there, their traces need no common clock.
+        spans: By lane, in the order of their ends.
+        kinds: What the columns of ``memory`` are.
+        memory: Rows of seconds and bytes by kind, one for each change.
+    """
+
+    step: int
+    rank: int
+    synced_seconds: float
+    spans: tuple[Span, ...]
+    kinds: tuple[str, ...]
+    memory: tuple[tuple[float, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with tables as rows."""
+        return {
+            **{key.name: getattr(self, key.name) for key in fields(self)},
+            "spans": [list(vars(span).values()) for span in self.spans],
+            "kinds": list(self.kinds),
+            "memory": [list(row) for row in self.memory],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepTrace:
+        """Read plain values; what is unknown is left out."""
+        known = {key.name: values[key.name] for key in fields(cls)}
+        spans = tuple(Span(*row[:5]) for row in known["spans"])
+        memory = tuple(tuple(row) for row in known["memory"])
+        return cls(**{**known, "spans": spans, "kinds": tuple(known["kinds"]), "memory": memory})

@@ -1,0 +1,1 @@
+"""What runs have written down, read back, worked out and shown."""

@@ -1,0 +1,158 @@
+"""What a run's records say, worked out: pure functions of what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import mean, median
+
+from shardwise.core.records import Phase, StepRecord, Traffic
+from shardwise.report.runs import RunLog
+
+_COMMUNICATION = Phase.COMMUNICATION.value
+
+
+@dataclass(frozen=True)
+class Straggling:
+    """How one rank keeps the others.
+
+    Args:
+        rank: Which one.
+        lost_seconds: By how much it is busy longer than the others in a step, on average: what they wait for it.
+        typical_seconds: The same in the middle one of all steps: a rank that is slow now and then has little of it.
+        arrived_seconds: After how much work, on average, it came to the step's common exchange.
+        num_last: Steps in which it came last.
+        num_steps: Steps that were looked at.
+        phase: Where it typically loses the time.
+        phase_seconds: How much of it there, in the middle one of all steps.
+    """
+
+    rank: int
+    lost_seconds: float
+    typical_seconds: float
+    arrived_seconds: float
+    num_last: int
+    num_steps: int
+    phase: str
+    phase_seconds: float
+
+
+def stragglers(run: RunLog) -> list[Straggling]:
+    """All ranks, the one that others wait for the longest first. Nothing, if there is one rank alone.
+
+    Collectives even out the times of steps, and clocks of hosts differ: what is compared is how long ranks were busy.
+    """
+    steps = list(run.steady_steps.values())
+    if not steps or len(run.ranks) < 2:
+        return []
+    return sorted((_straggling(rank, steps) for rank in run.ranks), key=lambda each: -each.lost_seconds)
+
+
+def _straggling(rank: int, steps: list[dict[int, StepRecord]]) -> Straggling:
+    lost = [_excess(rank, {r: record.busy_seconds for r, record in by_rank.items()}) for by_rank in steps]
+    phases = {
+        phase.value: median(
+            _excess(rank, {r: record.phases.get(phase.value, 0.0) for r, record in by_rank.items()}) for by_rank in steps
+        )
+        for phase in Phase
+        if phase is not Phase.COMMUNICATION
+    }
+    worst = max(phases, key=lambda phase: phases[phase])
+    num_last = sum(max(by_rank, key=lambda r: by_rank[r].busy_seconds) == rank for by_rank in steps)
+    arrived = mean(by_rank[rank].arrived_seconds for by_rank in steps)
+    return Straggling(rank, mean(lost), median(lost), arrived, num_last, len(steps), worst, phases[worst])
+
+
+def _excess(rank: int, values: Mapping[int, float]) -> float:
+    return values[rank] - median(value for other, value in values.items() if other != rank)
+
+
+def mean_phases(records: Iterable[StepRecord]) -> dict[str, float]:
+    """Seconds a step by phase, on average."""
+    records = list(records)
+    return {phase.value: mean(record.phases.get(phase.value, 0.0) for record in records) for phase in Phase} if records else {}
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Collectives that belong together, a step."""
+
+    name: str
+    num_collectives: float
+    wire_bytes: float
+    moving_seconds: float
+    waited_seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """While bytes were moving; 0 where that took no time."""
+        return self.wire_bytes / self.moving_seconds if self.moving_seconds else 0.0
+
+    @property
+    def hidden_seconds(self) -> float:
+        """How long bytes moved while the rank computed."""
+        return max(0.0, self.moving_seconds - self.waited_seconds)
+
+
+def flows(records: Iterable[StepRecord], by: str = "op") -> list[Flow]:
+    """Collectives by op, unit or link, a step of one rank on average; what sends the most first."""
+    records = list(records)
+    rows: dict[str, list[Traffic]] = {}
+    for record in records:
+        for row in record.traffic:
+            rows.setdefault(getattr(row, by) or "(root)", []).append(row)
+    found = [
+        Flow(
+            name,
+            sum(row.num_collectives for row in group) / len(records),
+            sum(row.wire_bytes for row in group) / len(records),
+            sum(row.moving_seconds for row in group) / len(records),
+            sum(row.waited_seconds for row in group) / len(records),
+        )
+        for name, group in rows.items()
+    ]
+    return sorted(found, key=lambda flow: -flow.wire_bytes)
+
+
+def peak_by_kind(records: Iterable[StepRecord]) -> dict[str, int]:
+    """The most of each kind in any of these steps."""
+    peaks: dict[str, int] = {}
+    for record in records:
+        for each in record.held:
+            key = each.kind if each.tier == "device" else f"{each.kind} ({each.tier})"
+            peaks[key] = max(peaks.get(key, 0), each.peak_bytes)
+    return peaks
+
+
+def rate(run: RunLog, value: str) -> float:
+    """A counted value (tokens, samples) a second, over all ranks; 0 if it was not counted."""
+    steps = run.steady_steps.values()
+    total = sum(record.values.get(value, 0.0) for record in run.steady_records)
+    seconds = sum(mean(record.seconds for record in by_rank.values()) for by_rank in steps)
+    return total / seconds if seconds else 0.0
+
+
+def flops_per_second(run: RunLog) -> tuple[float, float]:
+    """Operations of the model a second on one rank, and as a part of what its device was measured to do; 0 where unknown.
+
+    A backward is counted as two forwards; what activation checkpointing computes again is not the model's.
+    """
+    steps = run.steady_steps.values()
+    rates, parts = [], []
+    for rank, log in run.ranks.items():
+        counted = [note["forward_flops"] for note in log.notes if "forward_flops" in note]
+        seconds = [by_rank[rank].seconds for by_rank in steps if rank in by_rank]
+        if counted and seconds and log.header is not None:
+            rates.append(3 * counted[0] / mean(seconds))
+            parts.append(rates[-1] / (log.header.host.get("peak_flops") or float("inf")))
+    return (mean(rates), mean(parts)) if rates else (0.0, 0.0)
+
+
+def series(run: RunLog, value: str) -> list[tuple[int, float]]:
+    """A value that users gave, by step: the mean over the ranks that gave it."""
+    found = []
+    for step, by_rank in run.steps.items():
+        values = [record.values[value] for record in by_rank.values() if value in record.values]
+        if values:
+            found.append((step, mean(values)))
+    return found

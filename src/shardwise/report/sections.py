@@ -1,0 +1,324 @@
+"""The sections of a run's page, a function each. They read figures and write HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from statistics import mean
+
+from shardwise.core.ledger import Kind
+from shardwise.core.records import Lane, Phase, Span, StepTrace
+from shardwise.core.sizes import format_bytes
+from shardwise.report import figures
+from shardwise.report.charts import WIDTH, Block, Layer, Line, area_chart, bar_chart, lane_chart, line_chart
+from shardwise.report.parts import (
+    Cell,
+    Page,
+    format_seconds,
+    in_bandwidth,
+    in_bytes,
+    in_percent,
+    in_seconds,
+    section,
+    table,
+    warning,
+)
+from shardwise.report.runs import RunLog
+from shardwise.telemetry.meter import Place
+
+ACTIVATIONS = "activations and temporary values"
+KIND_COLOURS = {kind.value: at for at, kind in enumerate(Kind)}
+KIND_COLOURS[ACTIVATIONS] = KIND_COLOURS[Kind.ACTIVATION.value]
+PHASE_COLOURS = {phase.value: at for at, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION))}
+PHASE_COLOURS |= {Phase.OPTIMIZER.value: 4, Phase.DATA.value: 5, Phase.OTHER.value: 7}
+_BLOCK_COLOURS = {"forward": 0, "backward": 1, "gather": 2, "reduce": 3}
+_OPTIMIZER_LANE = "optimizer"
+_OPTIMIZER_PLACES = (Place.AFTER_BACKWARD.value, Place.UPDATE.value)
+OP_COLOURS = {"gather": 2, "reduce": 3, "gather gradients": 6, "digest": 7, "use": 10, "buffers": 8}
+_STRAGGLER_PART = 0.05
+_MOST_POINTS = 600
+
+
+def bytes_text(value: float) -> str:
+    """A byte count on an axis."""
+    return format_bytes(round(value))
+
+
+def loss(run: RunLog, page: Page, prefix: str) -> str:
+    """The loss by step."""
+    points = figures.series(run, "loss")
+    if not points:
+        return section(f"{prefix}loss", "Loss", '<p class="nothing">No loss was logged: recording.log(loss=...) adds it.</p>')
+    chart = line_chart([Line("loss", thinned(points), 0)], title="Loss by step", x_label="step", y=lambda value: f"{value:.4g}")
+    rows = [[Cell(str(step), step), Cell(f"{loss:.6g}", loss)] for step, loss in thinned(points)]
+    body = page.figure(chart, legend={"loss": 0}, behind=table(["step", "loss"], rows, caption="Loss by step"))
+    return section(f"{prefix}loss", "Loss", body, "Mean over the ranks.")
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """No more points than a picture shows: means of neighbours."""
+    size = max(1, -(-len(points) // _MOST_POINTS))
+    groups = (points[at : at + size] for at in range(0, len(points), size))
+    return [(group[-1][0], mean(value for _, value in group)) for group in groups]
+
+
+def layers_of(trace: StepTrace) -> tuple[list[float], list[Layer]]:
+    """Milliseconds, and bytes by kind. What the allocator has given out beyond the ledger and the least of it are activations."""
+    xs = [row[0] * 1e3 for row in trace.memory]
+    columns = list(zip(*(row[1:] for row in trace.memory), strict=True)) if trace.memory else []
+    kinds = [name.removeprefix("device: ") for name in trace.kinds[:-1]]
+    layers = [
+        Layer(name, values, KIND_COLOURS.get(name, 8)) for name, values in zip(kinds, columns, strict=False) if any(values)
+    ]
+    layers.sort(key=lambda layer: (layer.colour in (1, 8), layer.colour))
+    if columns and any(columns[-1]):
+        beside = [allocated - sum(row) for allocated, row in zip(columns[-1], zip(*columns[:-1], strict=True), strict=True)]
+        base = min(beside)
+        layers.append(Layer(ACTIVATIONS, [value - base for value in beside], KIND_COLOURS[ACTIVATIONS]))
+    return xs, layers
+
+
+def memory_through_step(run: RunLog, page: Page, prefix: str) -> str:
+    """The saw-tooth of gather and release."""
+    title = "Memory through one step"
+    if not run.traced_steps:
+        return section(f"{prefix}step-memory", title, '<p class="nothing">No step was traced yet.</p>')
+    step = run.traced_steps[-1]
+    panels = {}
+    for rank, trace in run.traces_of(step).items():
+        panels[f"rank {rank}"] = memory_figure(trace, page)
+    about = (
+        f"Step {step}. What the ledger holds by kind, at each change; above it what else the allocator has given out since the "
+        "step was at its leanest: activations and temporary values."
+    )
+    return section(f"{prefix}step-memory", title, page.tabs(panels, label="rank"), about)
+
+
+def memory_figure(trace: StepTrace, page: Page, high: float = 0.0, width: int = WIDTH) -> str:
+    """One rank's memory through one step."""
+    xs, layers = layers_of(trace)
+    title, x_label = f"Memory by kind on rank {trace.rank}", "ms since the step began"
+    chart = area_chart(xs, layers, title=title, x_label=x_label, y=bytes_text, high=high, width=width)
+    rows: list[list[Cell | str]] = [
+        [layer.name, in_bytes(layer.values[0]), in_bytes(max(layer.values)), in_bytes(layer.values[-1])] for layer in layers
+    ]
+    behind = table(["kind", "at the begin", "at most", "at the end"], rows, caption="Memory by kind in the step")
+    return page.figure(chart, legend={layer.name: layer.colour for layer in layers}, behind=behind)
+
+
+def memory(run: RunLog, page: Page, prefix: str) -> str:
+    """The most of each kind by rank, and the ledger beside what the machine says."""
+    bars: dict[str, dict[str, float]] = {}
+    rows: list[list[Cell | str]] = []
+    for rank, log in run.ranks.items():
+        peaks = figures.peak_by_kind(log.steps)
+        bars[f"rank {rank}"] = dict(sorted(peaks.items(), key=lambda item: KIND_COLOURS.get(item[0], 8)))
+        seen = [record for record in log.steps if record.process is not None]
+        last = seen[-1] if seen else None
+        live = 0 if last is None else sum(each.live_bytes for each in last.held)
+        process = None if last is None else last.process
+        if process is not None:
+            rest = process.resident_bytes - live
+            rows.append(
+                [
+                    f"rank {rank}",
+                    in_bytes(max(record.peak_bytes for record in log.steps)),
+                    in_bytes(live),
+                    in_bytes(process.allocated_bytes),
+                    in_bytes(process.resident_bytes),
+                    in_bytes(rest),
+                    in_bytes(process.peak_resident_bytes),
+                ]
+            )
+    kinds = {kind: KIND_COLOURS.get(kind, 8) for parts in bars.values() for kind in parts}
+    chart = bar_chart(bars, kinds, title="The most of each kind by rank", x=bytes_text)
+    behind = table(
+        ["rank", *kinds], [[rank, *(in_bytes(parts.get(kind, 0)) for kind in kinds)] for rank, parts in bars.items()],
+        caption="The most of each kind by rank",
+    )  # fmt: skip
+    heads = ["rank", "most at once", "live between steps", "allocated", "resident", "unattributed", "most resident"]
+    reconciled = table(heads, rows, caption="The ledger beside what the machine says") if rows else ""
+    about = (
+        "The most of each kind, which need not have been at the same time. Below, the ledger beside what the machine says: the rest "
+        "is unattributed, the program itself among it."
+    )
+    body = page.figure(chart, legend=kinds, behind=behind) + reconciled
+    return section(f"{prefix}memory", "Memory by kind", body, about)
+
+
+def time(run: RunLog, page: Page, prefix: str) -> str:
+    """Where the time of a step goes."""
+    bars = {}
+    for rank in run.ranks:
+        found = figures.mean_phases(run.steady_records_of(rank))
+        bars[f"rank {rank}"] = {phase: found.get(phase, 0.0) for phase in PHASE_COLOURS}
+    chart = bar_chart(bars, PHASE_COLOURS, title="Seconds of a step by phase and rank", x=format_seconds)
+    rows: list[list[Cell | str]] = [
+        [rank, *(in_seconds(value) for value in parts.values()), in_seconds(sum(parts.values()))]
+        for rank, parts in bars.items()
+    ]
+    behind = table(["rank", *PHASE_COLOURS, "all"], rows, caption="Seconds of a step by phase and rank")
+    walls = [(step, mean(record.seconds for record in by_rank.values())) for step, by_rank in run.whole_steps.items()]
+    line = line_chart(
+        [Line("a step", thinned(walls), 0)], title="Seconds of each step", x_label="step", y=format_seconds, from_zero=True
+    )
+    later = table(
+        ["step", "seconds"], [[Cell(str(step), step), in_seconds(value)] for step, value in thinned(walls)], caption="By step"
+    )
+    body = page.figure(chart, legend=PHASE_COLOURS, behind=behind) + page.figure(line, legend={}, behind=later)
+    return section(f"{prefix}time", "Time of a step", body, "Means without the first two steps. The parts add up to the step.")
+
+
+def timeline(run: RunLog, page: Page, prefix: str) -> str:
+    """What each rank did in one step."""
+    title = "Timeline of one step"
+    if not run.traced_steps:
+        return section(f"{prefix}timeline", title, '<p class="nothing">No step was traced yet.</p>')
+    step = run.traced_steps[-1]
+    traces = run.traces_of(step)
+    latest = max(trace.synced_seconds for trace in traces.values())
+    lanes: dict[str, list[Block]] = {}
+    rows: list[list[Cell | str]] = []
+    for rank, trace in traces.items():
+        shift = latest - trace.synced_seconds
+        for name in (Lane.COMPUTE, Lane.COMMUNICATION, _OPTIMIZER_LANE):
+            spans = [span for span in trace.spans if _lane_of(span) == name]
+            blocks = [Block(s.name, s.begin_seconds + shift, s.end_seconds + shift, _colour_of(s)) for s in spans]
+            lanes[f"rank {rank} {name}"] = sorted(
+                blocks, key=lambda block: block.begin - block.end
+            )  # The longest at the bottom.
+            for span in spans:
+                length = span.end_seconds - span.begin_seconds
+                sent = in_bytes(span.wire_bytes) if span.wire_bytes else Cell("", 0)
+                rows.append([f"rank {rank}", name, span.name, in_seconds(span.begin_seconds + shift), in_seconds(length), sent])
+    end = max((block.end for blocks in lanes.values() for block in blocks), default=0.0)
+    chart = lane_chart(lanes, title=f"What each rank did in step {step}", end=end, x=format_seconds)
+    legend = "Forward, backward, gather, reduce and update have a colour each; a collective is shown from its issue to its end."
+    behind = table(["rank", "lane", "what", "begins", "takes", "bytes"], rows, caption="Spans of the step")
+    about = f"Step {step}. Ranks are laid over each other where all left the step's common exchange: no clocks are compared."
+    keys = page.figure(chart, legend={}, behind=behind, caption=legend)
+    return section(f"{prefix}timeline", title, keys, about)
+
+
+def _lane_of(span: Span) -> str:
+    if span.lane != Lane.LOOP:
+        return span.lane
+    return _OPTIMIZER_LANE if span.name in _OPTIMIZER_PLACES else ""
+
+
+def _colour_of(span: Span) -> int:
+    return 4 if span.lane == Lane.LOOP else _BLOCK_COLOURS.get(span.name.partition(" ")[0], 7)
+
+
+def traffic(run: RunLog, page: Page, prefix: str) -> str:
+    """Collectives by op, unit and link."""
+    records = run.steady_records
+    if not any(record.traffic for record in records):
+        text = '<p class="nothing">No bytes went over any link: there is one rank, or no step was recorded.</p>'
+        return section(f"{prefix}traffic", "Communication", text)
+    ops = figures.flows(records)
+    colours = {flow.name: OP_COLOURS.get(flow.name, 11) for flow in ops}
+    bars: dict[str, dict[str, float]] = {}
+    for rank in run.ranks:
+        own = figures.flows(run.steady_records_of(rank))
+        bars[f"rank {rank}"] = {flow.name: flow.wire_bytes for flow in own}
+    chart = bar_chart(bars, colours, title="Bytes sent a step by op and rank", x=bytes_text)
+    behind = _flow_table(ops, "op")
+    body = page.figure(chart, legend=colours, behind="") + behind
+    capacity = 0.0 if run.header is None else float(run.header.host.get("link_bytes_per_second") or 0.0)
+    if capacity:
+        used = sum(flow.wire_bytes for flow in ops) / (sum(flow.moving_seconds for flow in ops) or 1.0)
+        link = "" if run.header is None else str(run.header.host.get("link"))
+        measured = f"{format_bytes(round(capacity))}/s before the first step"
+        body += f"<p>The link ({escape(link)}) was measured at {measured}; while bytes moved, {used / capacity:.0%} of it was used.</p>"
+    others = {
+        "by unit": _flow_table(figures.flows(records, "unit"), "unit"),
+        "by link": _flow_table(figures.flows(records, "link"), "link"),
+    }
+    details = "".join(f"<details><summary>{name}</summary>{text}</details>" for name, text in others.items())
+    about = "A step of one rank, on average. Hidden are the seconds in which bytes moved while the rank computed."
+    return section(f"{prefix}traffic", "Communication", body + details, about)
+
+
+def _flow_table(found: Sequence[figures.Flow], by: str) -> str:
+    heads = [by, "collectives", "bytes", "moving", "bandwidth", "waited for", "hidden"]
+    rows: list[list[Cell | str]] = [
+        [
+            flow.name,
+            Cell(f"{flow.num_collectives:.3g}", flow.num_collectives),
+            in_bytes(flow.wire_bytes),
+            in_seconds(flow.moving_seconds),
+            in_bandwidth(flow.bytes_per_second),
+            in_seconds(flow.waited_seconds),
+            in_seconds(flow.hidden_seconds),
+        ]
+        for flow in found
+    ]
+    return table(heads, rows, caption=f"Collectives by {by}")
+
+
+def stragglers(run: RunLog, prefix: str) -> str:
+    """Which rank others wait for."""
+    found = figures.stragglers(run)
+    if not found:
+        text = '<p class="nothing">There is nobody to wait for: one rank, or no step that all ranks have recorded.</p>'
+        return section(f"{prefix}stragglers", "Waits and stragglers", text)
+    worst = found[0]
+    seconds = mean(record.seconds for record in run.steady_records)
+    if worst.lost_seconds >= _STRAGGLER_PART * seconds:
+        verdict = warning(
+            f"Others wait for rank {worst.rank}: {format_seconds(worst.lost_seconds)} of each step "
+            f"({worst.lost_seconds / seconds:.0%}), of which typically {format_seconds(worst.phase_seconds)} in {worst.phase}. "
+            f"It came last in {worst.num_last} of {worst.num_steps} steps."
+        )
+    else:
+        verdict = "<p>No rank keeps the others by more than 5 % of a step.</p>"
+    heads = [
+        "rank",
+        "busy longer than the others",
+        "typically",
+        "of a step",
+        "arrives after",
+        "came last",
+        "mostly in",
+        "there",
+    ]
+    rows: list[list[Cell | str]] = [
+        [
+            f"rank {each.rank}",
+            in_seconds(each.lost_seconds),
+            in_seconds(each.typical_seconds),
+            in_percent(each.lost_seconds / seconds),
+            in_seconds(each.arrived_seconds),
+            Cell(f"{each.num_last} of {each.num_steps}", each.num_last),
+            each.phase,
+            in_seconds(each.phase_seconds),
+        ]
+        for each in found
+    ]
+    about = (
+        "Collectives even out the times of steps; what is compared here is how long each rank was busy, and after how much work it "
+        "arrived at the exchange in which all ranks compare what they did."
+    )
+    body = verdict + table(heads, rows, caption="How long ranks keep each other")
+    return section(f"{prefix}stragglers", "Waits and stragglers", body, about)
+
+
+def configuration(run: RunLog, prefix: str) -> str:
+    """What ran, where, under which plan."""
+    header = run.header
+    if header is None:
+        return section(f"{prefix}configuration", "Configuration", '<p class="nothing">No rank has written a header.</p>')
+    groups: dict[str, Mapping[str, object]] = {"plan": header.plan, "asked for": header.config, "versions": header.versions}
+    groups["host of rank " + str(header.rank)] = header.host
+    tables = []
+    for name, values in groups.items():
+        if values:
+            rows: list[list[Cell | str]] = [[key, _value(value)] for key, value in values.items()]
+            tables.append(f"<h3>{escape(name)}</h3>" + table(["key", "value"], rows, caption=name, has_long_text=True))
+    return section(f"{prefix}configuration", "Configuration", "".join(tables), f"Hash {header.hash}.")
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,1 @@
+"""Measures steps and hands the records to whoever listens."""

@@ -1,0 +1,144 @@
+"""Finds memory that grows from step to step. Knows records only; who holds the memory is found by others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+from shardwise.core.records import StepRecord
+from shardwise.core.sizes import format_bytes
+
+NUM_LOOKS = 12
+_NUM_BLOCKS = 4
+_WARM_UP_STEPS = 5
+_LEAST_BYTES = 32 * 1024
+"""Of what is not booked: the program's own lists and caches grow by less in so many steps."""
+_LEAST_UNOWNED_BYTES = 64 * 2**20
+"""Of what is not booked and nobody is found to hold: logs of libraries that fill up, such as that of torch's collectives, have less."""
+UNBOOKED = "memory beside the ledger"
+NOBODY = "No tensors that Python knows have gathered: it is held by an extension, or is none of torch's."
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Memory of one kind that grows: since when, by how much a step, and who holds it, as far as that can be told."""
+
+    kind: str
+    first_step: int
+    found_step: int
+    bytes_per_step: float
+    owner: str
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Leak:
+        """Read plain values; what is unknown is left out."""
+        return cls(**{key.name: values[key.name] for key in fields(cls)})
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} has grown since step {self.first_step} by {format_bytes(round(self.bytes_per_step))} a step "
+            f"(found at step {self.found_step}). {self.owner}"
+        )
+
+
+class Growth:
+    """The latest looks at one kind of memory."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self._least_bytes = least_bytes
+        self._looks: deque[tuple[int, int]] = deque(maxlen=NUM_LOOKS)
+        self._first_bytes: int | None = None
+        self.is_reported = False
+        self.asked_at = -NUM_LOOKS
+        """The last step at which it was asked who holds it."""
+
+    def add(self, step: int, num_bytes: int) -> None:
+        """Take a look."""
+        self._looks.append((step, num_bytes))
+        self._first_bytes = num_bytes if self._first_bytes is None else self._first_bytes
+
+    def rises(self, num_looks: int = NUM_LOOKS) -> bool:
+        """Whether no look of a block lies below one of the block before it, and each block is higher, over the last looks."""
+        looks = [num_bytes for _, num_bytes in self._looks][-num_looks:]
+        if len(looks) < num_looks or looks[-1] - looks[0] < self._least_bytes * num_looks / NUM_LOOKS:
+            return False
+        size = NUM_LOOKS // _NUM_BLOCKS
+        blocks = [looks[at : at + size] for at in range(0, num_looks, size)]
+        return all(max(before) <= min(after) and sum(before) < sum(after) for before, after in pairwise(blocks))
+
+    @property
+    def first_step(self) -> int:
+        """The first of the looks that lies above all before it and to which no later one comes back."""
+        return self._looks[min(self._lowest + 1, len(self._looks) - 1)][0]
+
+    @property
+    def all_bytes(self) -> int:
+        """How much it has grown since the first look."""
+        return self._looks[-1][1] - (self._first_bytes or 0)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """How fast it grows."""
+        (first, low), (last, high) = self._looks[self._lowest], self._looks[-1]
+        return (high - low) / max(1, last - first)
+
+    @property
+    def _lowest(self) -> int:
+        """The last of the lowest looks: from there on it grows."""
+        least = min(num_bytes for _, num_bytes in self._looks)
+        return max(at for at, (_, num_bytes) in enumerate(self._looks) if num_bytes == least)
+
+
+class LeakWatch:
+    """Looks at every record, and tells of each kind that grows once.
+
+    Args:
+        suspect: Called when something seems to grow: to note what is there, so that it can be told later what has come.
+        find_owner: Called when it does grow: says who holds what has come, or None if nobody is found.
+        report: Called with what was found.
+    """
+
+    def __init__(
+        self, suspect: Callable[[], None], find_owner: Callable[[], str | None], report: Callable[[Leak], None]
+    ) -> None:
+        self._suspect = suspect
+        self._find_owner = find_owner
+        self._report = report
+        self._growths: dict[str, Growth] = {}
+        self._suspected_at: dict[str, int] = {}
+
+    def step(self, record: StepRecord) -> None:
+        """A step was committed."""
+        if record.step <= _WARM_UP_STEPS:
+            return
+        for kind, num_bytes in self._looks_of(record):
+            growth = self._growths.setdefault(kind, Growth(_LEAST_BYTES if kind == UNBOOKED else 1))
+            growth.add(record.step, num_bytes)
+            if growth.is_reported:
+                continue
+            if growth.rises() and record.step - growth.asked_at >= NUM_LOOKS:
+                self._ask(kind, growth, record.step)
+            elif growth.rises(NUM_LOOKS // 2) and record.step - self._suspected_at.get(kind, -NUM_LOOKS) >= NUM_LOOKS:
+                self._suspected_at[kind] = record.step
+                self._suspect()
+
+    def _ask(self, kind: str, growth: Growth, step: int) -> None:
+        """Something grows: tell of it, unless it is little and nobody holds it."""
+        growth.asked_at = step
+        owner = self._find_owner()
+        if owner is not None or kind != UNBOOKED or growth.all_bytes >= _LEAST_UNOWNED_BYTES:
+            growth.is_reported = True
+            self._report(Leak(kind, growth.first_step, step, growth.bytes_per_step, owner or NOBODY))
+
+    @staticmethod
+    def _looks_of(record: StepRecord) -> Iterable[tuple[str, int]]:
+        for each in record.held:
+            yield f"{each.kind} ({each.tier})", each.live_bytes
+        if record.process is not None and record.process.allocated_bytes:
+            yield (
+                UNBOOKED,
+                record.process.allocated_bytes - sum(each.live_bytes for each in record.held if each.tier == "device"),
+            )

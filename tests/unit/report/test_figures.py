@@ -1,0 +1,75 @@
+"""What is worked out from records: who keeps whom, what moved, what was held."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.core.errors import UsageError
+from shardwise.report import figures
+from shardwise.report.chrome import chrome_trace
+from shardwise.report.runs import load_run
+from tests.unit.report.made import write_run
+
+
+def test_rank_that_others_wait_for_comes_first(tmp_path: Path) -> None:
+    found = figures.stragglers(load_run(write_run(tmp_path, num_ranks=4, slow={2: 0.3, 1: 0.1})))
+    assert [each.rank for each in found][:2] == [2, 1]
+    worst = found[0]
+    assert worst.lost_seconds == pytest.approx(0.3) and worst.typical_seconds == pytest.approx(0.3)
+    assert (worst.num_last, worst.num_steps, worst.phase) == (4, 4, "forward")
+
+
+def test_equal_ranks_keep_nobody(tmp_path: Path) -> None:
+    assert all(each.lost_seconds == pytest.approx(0) for each in figures.stragglers(load_run(write_run(tmp_path))))
+
+
+def test_one_rank_has_nobody_to_wait_for(tmp_path: Path) -> None:
+    assert figures.stragglers(load_run(write_run(tmp_path, num_ranks=1))) == []
+
+
+def test_flows_are_a_step_of_one_rank(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path))
+    records = [record for by_rank in run.steady_steps.values() for record in by_rank.values()]
+    gather, reduce = figures.flows(records)
+    assert (gather.name, gather.num_collectives, gather.wire_bytes) == ("gather", 2, 8000)
+    assert gather.bytes_per_second == pytest.approx(8e6) and gather.hidden_seconds == 0
+    assert reduce.hidden_seconds == pytest.approx(0.005)
+    (link,) = figures.flows(records, "link")
+    assert link.wire_bytes == 12000
+
+
+def test_rates_are_over_all_ranks(tmp_path: Path) -> None:
+    assert figures.rate(load_run(write_run(tmp_path)), "tokens") == pytest.approx(2 * 256 / 0.19)
+
+
+def test_trace_for_viewers_lays_ranks_over_each_other(tmp_path: Path) -> None:
+    events = chrome_trace(load_run(write_run(tmp_path)))["traceEvents"]
+    ends = {e["pid"]: e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["name"] == "backward blocks.0"}
+    # Rank 1 left the exchange 10 ms later by its own clock, so its step began 10 ms earlier.
+    assert ends[0] - ends[1] == pytest.approx(10_000)
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert any(e["ph"] == "C" and e["args"]["device: gathered parameters"] == 9000 for e in events)
+
+
+def test_folders_that_hold_no_run_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="There is no run folder"):
+        load_run(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        load_run(tmp_path / "file")
+    with pytest.raises(UsageError, match=r"no ranks/N\.jsonl"):
+        load_run(tmp_path)
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "0.jsonl").write_text("")
+    with pytest.raises(UsageError, match="they are empty"):
+        load_run(tmp_path)
+    (tmp_path / "ranks" / "0.jsonl").write_text('{"loss": 3}\n')
+    with pytest.raises(UsageError, match="is no record"):
+        load_run(tmp_path)
+
+
+def test_rank_that_wrote_nothing_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, num_ranks=3)
+    (tmp_path / "ranks" / "1.jsonl").unlink()
+    run = load_run(tmp_path)
+    assert run.problems == ["rank 1 has written nothing"] and sorted(run.ranks) == [0, 2]

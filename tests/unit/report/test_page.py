@@ -1,0 +1,98 @@
+"""The page as text: whole, small, and with everything escaped."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.report.charts import binary_ticks, nice_ticks
+from shardwise.report.compare import compare_body
+from shardwise.report.page import document, run_body
+from shardwise.report.runs import load_run
+from tests.unit.report.made import write_run
+
+EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
+
+
+class Tags(HTMLParser):
+    """Counts tags, and checks that each is closed in turn."""
+
+    VOID = ("meta", "link", "input", "br", "img")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    @classmethod
+    def of(cls, text: str) -> list[str]:
+        parser = cls()
+        parser.feed(text)
+        assert not parser._open
+        return parser.found
+
+
+def page_of(*paths: Path) -> str:
+    runs = [load_run(path) for path in paths]
+    return document("a title", run_body(runs[0]) if len(runs) == 1 else compare_body(runs))
+
+
+def test_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path))
+    tags = Tags.of(text)
+    assert tags.count("svg") == 8 and tags.count("script") == 1
+    assert not re.search(r'(src|href)="(?!#|data:)', text) and "http" not in text.replace("http-equiv", "")
+    for anchor in ("loss", "step-memory", "memory", "time", "timeline", "traffic", "stragglers", "configuration"):
+        assert f'<section id="{anchor}">' in text
+
+
+def test_runs_are_put_side_by_side(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
+    Tags.of(text)
+    assert text.count('<details class="run">') == 2
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_names_and_configs_are_escaped(tmp_path: Path) -> None:
+    path = write_run(tmp_path, plan={EVIL: EVIL}, config={"data": EVIL}, host={"name": EVIL}, hash=EVIL)
+    text = document(EVIL, run_body(load_run(path)) + compare_body([load_run(path), load_run(path)]))
+    tags = Tags.of(text)
+    assert "img" not in tags and tags.count("script") == 1
+
+
+def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    assert len(page_of(write_run(tmp_path, num_ranks=8, num_steps=1500)).encode()) < 1_000_000
+
+
+def test_slow_rank_is_named_on_the_page(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path, slow={1: 0.2}))
+    assert "Others wait for rank 1: 200 ms of each step" in text and "in forward" in text
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_run_that_has_hardly_begun_has_a_page(tmp_path: Path, num_steps: int) -> None:
+    text = page_of(write_run(tmp_path, num_steps=num_steps))
+    Tags.of(text)
+    assert "No step was traced yet" in text
+
+
+@given(st.floats(1e-9, 1e15))
+def test_ticks_are_few_and_reach_the_top(high: float) -> None:
+    for ticks in (nice_ticks(high), binary_ticks(high)):
+        assert ticks[0] == 0 and 2 <= len(ticks) <= 7
+        assert ticks[-1] >= high * 0.99 and ticks[-2] <= high * 1.001
