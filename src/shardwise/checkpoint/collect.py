@@ -1,0 +1,295 @@
+"""What a rank has of a training state: parts of tensors that it alone writes, and values. Reads the engine, changes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import names, tree
+from shardwise.checkpoint.manifest import DTYPES, contiguous_stride
+from shardwise.checkpoint.shards import Part, bytes_of
+from shardwise.core.errors import UsageError, UsageTypeError
+from shardwise.core.unit import Segment
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.flat import FlatState, ParamState, state_of
+from shardwise.runtime.grads import GradFace
+from shardwise.runtime.optimizer import adopt, is_per_element
+
+
+@dataclass
+class Item:
+    """Something that all ranks may have alike: a value without its tensors, and these."""
+
+    value: Any
+    parts: list[Part]
+
+    @property
+    def digest(self) -> int:
+        """A number that changes when anything of it does."""
+        digest = zlib.crc32(json.dumps(self.value).encode())
+        for part in self.parts:
+            digest = zlib.crc32(f"{part.name} {part.shape} {part.line.dtype}".encode(), digest)
+            digest = zlib.crc32(bytes_of(part.line.cpu()), digest)
+        return digest
+
+
+@dataclass
+class Collected:
+    """What one rank contributes to a checkpoint.
+
+    Args:
+        parts: Of tensors that are shared out: this rank alone writes these elements.
+        values: What belongs to parameters whose first element this rank writes, encoded.
+        items: What every rank has, alike or not.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+
+    def settle(self, rank: int, reference: Mapping[str, int]) -> None:
+        """Keep of the items, beside rank 0's, those that are not like rank 0's, under this rank's own name."""
+        for name, item in self.items.items():
+            if rank and reference.get(name) == item.digest:
+                continue
+            prefix = names.of_rank(rank, "") if rank else ""
+            if item.value is not None:
+                self.values[f"{prefix}{name}"] = _renamed(item.value, prefix)
+            self.parts.extend(replace(part, name=f"{prefix}{part.name}") for part in item.parts)
+        self.items = {}
+        # Weights and buffers together: many readers need nothing else.
+        self.parts.sort(key=lambda part: not part.name.startswith(names.MODEL))
+
+
+def _renamed(value: Any, prefix: str) -> Any:
+    return tree.map_names(value, lambda name: f"{prefix}{name}") if prefix else value
+
+
+def collect(engine: Engine, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]) -> Collected:
+    """All of a training state on this rank.
+
+    Raises:
+        UsageTypeError: It holds something that cannot be kept without pickle.
+    """
+    found = Collected()
+    found.parts.extend(_param_parts(engine))
+    known = {id(param): name for name, param in engine.model.named_parameters()}
+    for index, optimizer in enumerate(optimizers):
+        adopt(optimizer)
+        _add_optimizer(found, index, optimizer, engine.lanes.rank, known)
+    _add_grads(found, engine)
+    _add_replicated(found, engine.model)
+    found.items[names.RANDOM] = encode_item(names.RANDOM, random_state(engine.device))
+    found.items[names.ENGINE] = encode_item(names.ENGINE, engine_state(engine))
+    for key, value in extra.items():
+        state = value.state_dict() if hasattr(value, "state_dict") else value
+        found.items[f"{names.EXTRA}{key}"] = encode_item(f"{names.EXTRA}{key}", state, f"extra[{key!r}]")
+    for part in (*found.parts, *(part for item in found.items.values() for part in item.parts)):
+        if part.line.dtype not in DTYPES.values():
+            raise UsageTypeError(f"'{part.name}' has the dtype {part.line.dtype}, which checkpoints do not know.")
+    return found
+
+
+# Parameters
+
+
+def _written(flat: FlatState, rank: int) -> tuple[Segment, ...]:
+    """The parts of a buffer's parameters that a rank writes: every element is written once, whoever owns it."""
+    return flat.spec.segments(flat.layout.bounds(rank))
+
+
+def _is_first(piece: Segment, rank: int) -> bool:
+    """Whether a rank writes the first element of a parameter, and with it what belongs to the parameter as a whole."""
+    return piece.start == piece.param.offset and piece.numel > 0 if piece.param.numel else rank == 0
+
+
+def _part_of(name: str, piece: Segment, line: torch.Tensor) -> Part:
+    spec = piece.param
+    start = piece.start - spec.offset if piece.numel else 0
+    return Part(name, spec.names, spec.shape, spec.stride, start, start + piece.numel, line)
+
+
+def _param_parts(engine: Engine) -> Iterator[Part]:
+    rank = engine.lanes.rank
+    for flat in engine.executor.flats:
+        low = flat.bounds[0]
+        for piece in _written(flat, rank):
+            if piece.numel or _is_first(piece, rank):
+                line = flat.master[piece.start - low : piece.start - low + piece.numel]
+                yield _part_of(f"{names.MODEL}{piece.param.name}", piece, line)
+
+
+# Optimizers
+
+
+def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int, known: Mapping[int, str]) -> None:
+    groups = []
+    parts: dict[str, list[Part]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        members = []
+        for place, param in enumerate(group["params"]):
+            held, state = optimizer.state.get(param, {}), state_of(param)
+            if state is None:
+                name = known.get(id(param), f"group {number}, parameter {place}")
+                item = names.state(index, name)
+                found.items[item] = encode_item(item, held)
+            else:
+                name = state.spec.name
+                for key, part in _add_param_state(found, index, state, held, rank):
+                    parts.setdefault(key, []).append(part)
+            members.append(name)
+        groups.append({"options": {key: value for key, value in group.items() if key != "params"}, "params": members})
+    # Kind by kind, so that what one reader needs of one kind lies together.
+    found.parts.extend(part for group in parts.values() for part in group)
+    found.items[names.groups(index)] = encode_item(names.groups(index), groups)
+
+
+def _add_param_state(
+    found: Collected, index: int, state: ParamState, held: Mapping[str, Any], rank: int
+) -> Iterator[tuple[str, Part]]:
+    """Parts of tensors that have the parameter's form; what is one for all of its elements, the writer of the first one keeps."""
+    piece = state.flat.spec.segments(state.flat.layout.bounds(rank))[state.index]
+    values: dict[str, Any] = {}
+    for key, value in held.items():
+        if not is_per_element(key, value, state):
+            values[key] = value
+            continue
+        values[key] = None
+        if piece.numel or _is_first(piece, rank):
+            own = line_of(value, state)
+            start = piece.start - state.piece.start if piece.numel else 0
+            name = names.elements(index, state.spec.name, key)
+            yield key, _part_of(name, piece, own[start : start + piece.numel])
+    if _is_first(piece, rank) and held:
+        item = names.state(index, state.spec.name)
+        plain = {key: value for key, value in values.items() if value is not None or held[key] is None}
+        encoded = encode_item(item, plain)
+        found.values[item] = {key: encoded.value.get(key, names.ELEMENTS) for key in values}
+        found.parts.extend(encoded.parts)
+
+
+def line_of(value: torch.Tensor, state: ParamState) -> torch.Tensor:
+    """A tensor of a segment's form as a line in the order of the parameter's strides; a copy only where it lies otherwise."""
+    value = value.detach()
+    if not state.piece.is_whole:
+        return value.contiguous()
+    spec = state.spec
+    if value.stride() != spec.stride:
+        value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((spec.numel,), (1,))
+
+
+# Gradients of a step that is under way
+
+
+def _add_grads(found: Collected, engine: Engine) -> None:
+    rank = engine.lanes.rank
+    engine.reducer.forget_cleared()
+    for flat in engine.executor.flats:
+        for state, piece in zip(flat.params, _written(flat, rank), strict=True):
+            if id(state) in engine.spent_grads:
+                continue
+            held = state.segment.grad
+            if isinstance(held, GradFace) and held.buffer is not None:
+                name, start = f"{names.GRADIENT}{state.spec.name}", piece.start - held.buffer.start
+                if piece.numel or _is_first(piece, rank):
+                    line = held.buffer.values[start : start + piece.numel] if piece.numel else held.buffer.values[:0]
+                    found.parts.append(_part_of(name, piece, line))
+                if _is_first(piece, rank):
+                    encoded = encode_item(name, {"factor": held.factor})
+                    found.values[name] = encoded.value
+                    found.parts.extend(encoded.parts)
+            if flat.local is not None and state.index in flat.filled:
+                whole = Segment(state.spec, state.spec.offset, state.spec.stop)
+                own = names.of_rank(rank, f"{names.GRADIENT}{state.spec.name}")
+                found.parts.append(_part_of(own, whole, flat.local[state.spec.offset : state.spec.stop]))
+
+
+# What every rank has
+
+
+def _add_replicated(found: Collected, model: nn.Module) -> None:
+    """Buffers that are to be kept, parameters that are not sharded, and what modules keep by themselves."""
+    tensors: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in plain_tensors(model):
+        tensors.setdefault(id(tensor), (tensor, []))[1].append(name)
+    for tensor, aliases in tensors.values():
+        name = f"{names.MODEL}{aliases[0]}"
+        found.items[name] = Item(None, [_whole_part(name, tensor, tuple(aliases), f"'{aliases[0]}'")])
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            item = f"{names.MODULE}{name}"
+            found.items[item] = encode_item(item, module.get_extra_state(), f"the extra state of module '{name}'")
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong into a state dict, and parameters that are not sharded, under all of their names."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        for key, param in module._parameters.items():
+            if param is not None and state_of(param) is None:
+                yield f"{prefix}{key}", param
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}{key}", buffer
+
+
+def _whole_part(name: str, tensor: torch.Tensor, aliases: tuple[str, ...], what: str) -> Part:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise UsageTypeError(
+            f"{what} is a tensor without plain values ({tensor.layout}, {tensor.device}), which cannot be kept."
+        )
+    shape = tuple(tensor.shape)
+    return Part(name, aliases, shape, contiguous_stride(shape), 0, tensor.numel(), tensor.contiguous().view(-1))
+
+
+def encode_item(name: str, value: Any, what: str = "") -> Item:
+    """A value, with its tensors as parts."""
+    parts: list[Part] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        parts.append(_whole_part(f"values/{name}/{len(parts)}", tensor, (), what or name))
+        return parts[-1].name
+
+    return Item(tree.encode(value, keep, what or name), parts)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where all generators of this process are that users draw from."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """What an engine counts from step to step."""
+    return {
+        "num_updates": engine.num_updates,
+        "num_steps": engine.meter.num_steps,
+        "num_nonfinite_steps": engine.num_nonfinite_steps,
+        "num_skipped_in_a_row": engine.num_skipped_in_a_row,
+        "weight": engine.weight,
+    }
+
+
+def check_at_rest(engine: Engine, what: str) -> None:
+    """Refuse where the state is in motion.
+
+    Raises:
+        UsageError: A call of the model, a backward pass, or a `gathered` block is under way.
+    """
+    where = "`with shardwise.gathered(...)`" if engine.opened else "a call of the model" if engine.forward.is_open else ""
+    where = where or ("a backward pass" if engine.is_computing else "")
+    if where:
+        raise UsageError(f"shardwise.{what} cannot run inside {where}. Leave it first.")
