@@ -1,0 +1,89 @@
+"""Where state rests, and what that leaves on the device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise.core.errors import PlanError
+from shardwise.core.footprint import advice, footprint
+from shardwise.core.ledger import Tier
+from shardwise.core.plan import GRAD, OPTIM, PARAM, Plan
+from shardwise.core.rest import Rest, rests_of
+from shardwise.core.unit import Unit, find_units
+
+NUM_PARAMS = 8 * 64 * 64
+
+
+def units_of(widths: list[int]) -> tuple[Unit, ...]:
+    return find_units(nn.Sequential(*(nn.Linear(64, width, bias=False) for width in widths)), units=[nn.Linear])
+
+
+UNITS = units_of([64] * 8)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.floats(0, 1))
+def test_a_fraction_is_met_as_closely_as_buffers_allow(widths: list[int], fraction: float) -> None:
+    units = units_of(widths)
+    rests = rests_of(units, Plan(tiers={OPTIM: "host"}, fraction=fraction))
+    sizes = {flat.name: flat.numel for unit in units for flat in unit.flats}
+    taken = sum(sizes[name] for name, rest in rests.items() if rest.optim is Tier.HOST)
+    assert abs(taken - fraction * sum(sizes.values())) <= max(sizes.values()) + 1e-6
+
+
+def test_all_and_nothing() -> None:
+    for fraction, tier in ((0.0, Tier.DEVICE), (1.0, Tier.HOST)):
+        rests = rests_of(UNITS, Plan(tiers={PARAM: "host"}, fraction=fraction))
+        assert {rest.param for rest in rests.values()} == {tier}
+
+
+def test_an_optimizer_off_the_device_keeps_the_values_that_it_updates() -> None:
+    assert Rest(optim=Tier.HOST).master is Tier.HOST
+    assert Rest(param=Tier.HOST).master is Tier.HOST
+    assert Rest(grad=Tier.HOST).master is Tier.DEVICE
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_bytes_at_rest_are_those_of_the_published_analysis(num_ranks: int) -> None:
+    for stage, expected in enumerate((16, 8 + 8 / num_ranks, 4 + 12 / num_ranks, 16 / num_ranks)):
+        assert footprint(UNITS, Plan(stage=stage), num_ranks).rest_bytes == expected * NUM_PARAMS
+    off = Plan(stage=3, tiers={OPTIM: "host"})
+    assert footprint(UNITS, off, num_ranks).rest_bytes == 8 / num_ranks * NUM_PARAMS
+    off = off.replace(tiers={OPTIM: "host", GRAD: "host", PARAM: "host"})
+    assert footprint(UNITS, off, num_ranks).rest_bytes == 0
+    mixed = Plan(stage=0, param_dtype="bfloat16", reduce_dtype="float32", tiers={OPTIM: "host"})
+    assert footprint(UNITS, mixed, num_ranks).rest_bytes == (2 + 4) * NUM_PARAMS
+
+
+def test_advice_names_the_least_change_that_fits() -> None:
+    plan = Plan(stage=0)
+    needed = [footprint(UNITS, plan.replace(stage=stage), 4).num_bytes for stage in range(4)]
+    assert "stage=1:" in advice(UNITS, plan, 4, needed[1] + 1)
+    assert "stage=3:" in advice(UNITS, plan, 4, needed[3] + 1)
+    assert "stage=3 and tiers={'optim': 'host'}:" in advice(UNITS, plan, 4, needed[3] - 1)
+    assert "with tiers={'optim': 'host'}:" in advice(UNITS, plan.replace(stage=3), 4, needed[3] - 1)
+    assert "more ranks are needed" in advice(UNITS, plan, 4, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tiers": {"weights": "host"}}, "There are optim, grad, param"),
+        ({"tiers": {"optim": "tape"}}, "Choose from 'device', 'host'"),
+        ({"tiers": "host"}, "such as"),
+        ({"fraction": 1.5}, "from 0 to 1"),
+        ({"fraction": "half"}, "must be a number"),
+    ],
+)
+def test_wrong_tiers_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(**wrong)  # type: ignore[arg-type]
+
+
+def test_tiers_are_written_and_read() -> None:
+    plan = Plan(stage=2, tiers={PARAM: "host", OPTIM: "host", GRAD: "device"}, fraction=0.25)
+    assert plan.tiers == (("optim", "host"), ("param", "host"))
+    assert Plan.from_toml(plan.to_toml()) == Plan.from_json(plan.to_json()) == plan
+    assert Plan(tiers={"grad": "device"}).hash == Plan().hash
