@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Shardwise needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,digits,hf]'
+	$(PIP) -e '.[dev,digits,hf,tensorboard]'
 	touch $@
 
 # One thread per process: ranks of a test share the cores of one machine.

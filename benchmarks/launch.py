@@ -56,10 +56,13 @@ class Serving:
 
     def step(self, number: int) -> dict[str, Any]:
         """One step on all ranks; returns what rank 0 measured."""
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.write(f"{number}\n".encode())
-                process.stdin.flush()
+        for rank, process in enumerate(self._processes):
+            try:
+                if process.stdin is not None:
+                    process.stdin.write(f"{number}\n".encode())
+                    process.stdin.flush()
+            except BrokenPipeError:
+                raise self._failed(rank) from None
         answers = [self._answer_of(rank) for rank in range(len(self._processes))]
         return answers[0]
 
@@ -70,7 +73,12 @@ class Serving:
             if text.startswith(ANSWER):
                 answer: dict[str, Any] = json.loads(text.removeprefix(ANSWER))
                 return answer
-        raise MeasurementError(f"Rank {rank} failed: {_last_words(self._folder, rank)}")
+        raise self._failed(rank)
+
+    def _failed(self, rank: int) -> MeasurementError:
+        code = self._processes[rank].wait()
+        killed = " (killed: perhaps memory has run out)" if code == -signal.SIGKILL else ""
+        return MeasurementError(f"Rank {rank} failed{killed}: {_last_words(self._folder, rank)}")
 
     def close(self) -> None:
         """End all ranks."""

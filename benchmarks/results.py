@@ -72,12 +72,17 @@ class Results:
     most_layers: dict[str, dict[str, int]] = field(default_factory=dict)
     overhead: dict[str, dict[str, float]] = field(default_factory=dict)
     growth: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: dict[str, float] = field(default_factory=dict)
+    offload: dict[str, float] = field(default_factory=dict)
 
     def ratios(self, workload: str, baseline: str) -> dict[str, Ratio]:
-        """By system, within one workload."""
+        """By system, within one workload. Where systems were measured in several runs, the baseline took part in each."""
         timings = self.timings.get(workload, [])
-        base = next((timing for timing in timings if timing.system == baseline), None)
-        return {} if base is None else {timing.system: compare(timing, base) for timing in timings}
+        bases = {timing.run: timing for timing in timings if timing.system == baseline}
+        if not bases:
+            return {}
+        first = next(iter(bases.values()))
+        return {timing.system: compare(timing, bases.get(timing.run, first)) for timing in timings}
 
     def write(self, path: Path) -> None:
         """As JSON."""

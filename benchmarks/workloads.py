@@ -45,6 +45,8 @@ class Workload:
 
 COMPUTE = Workload("compute", width=448, num_blocks=8, num_sequences=2, num_tokens=128)
 COMM = Workload("comm", width=640, num_blocks=10, num_sequences=1, num_tokens=16)
+LARGE = Workload("large", width=1024, num_blocks=15, num_sequences=1, num_tokens=8)
+"""200 million parameters, for checkpoints."""
 TINY = Workload("tiny", width=64, num_blocks=1, num_sequences=1, num_tokens=8, vocab_size=64)
 SMALL = Workload("small", width=128, num_blocks=2, num_sequences=1, num_tokens=16, vocab_size=256)
 WORKLOADS = {workload.name: workload for workload in (COMPUTE, COMM, SMALL, TINY)}

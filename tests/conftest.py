@@ -25,6 +25,13 @@ def world() -> Iterator[World]:
         yield world
 
 
+@pytest.fixture(scope="session")
+def sim_world() -> Iterator[World]:
+    """The same on simulated devices: processes of their own, since a device cannot be taken away again."""
+    with World(num_ranks_max=4, num_devices=4) as world:
+        yield world
+
+
 @pytest.hookimpl(trylast=True)  # after the teardown of session fixtures, which an aborted session does at its finish
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = multiprocessing.active_children()

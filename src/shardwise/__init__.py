@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.api.checkpoints import Loaded, Saving, load, save
+    from shardwise.api.recording import Recording, record
     from shardwise.api.shard import Sharded, shard
     from shardwise.api.state import GradScaler, clip_grad_norm_, gathered, no_sync, share, unshard
     from shardwise.api.verify import Difference, Verdict, verify
@@ -17,30 +19,41 @@ if TYPE_CHECKING:
         DesyncError,
         NonFiniteError,
         NotGatheredError,
+        OffloadError,
         PlanError,
         RankLostError,
         ShardwiseError,
         UsageError,
     )
-    from shardwise.core.plan import Plan
+    from shardwise.core.plan import GRAD, OPTIM, PARAM, Plan
 
 __all__ = [
+    "GRAD",
+    "OPTIM",
+    "PARAM",
     "CheckpointError",
     "DesyncError",
     "Difference",
     "GradScaler",
+    "Loaded",
     "NonFiniteError",
     "NotGatheredError",
+    "OffloadError",
     "Plan",
     "PlanError",
     "RankLostError",
+    "Recording",
+    "Saving",
     "Sharded",
     "ShardwiseError",
     "UsageError",
     "Verdict",
     "clip_grad_norm_",
     "gathered",
+    "load",
     "no_sync",
+    "record",
+    "save",
     "shard",
     "share",
     "unshard",
@@ -49,10 +62,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
+    "shardwise.api.checkpoints": ("Loaded", "Saving", "load", "save"),
+    "shardwise.api.recording": ("Recording", "record"),
     "shardwise.api.shard": ("Sharded", "shard"),
     "shardwise.api.state": ("GradScaler", "clip_grad_norm_", "gathered", "no_sync", "share", "unshard"),
     "shardwise.api.verify": ("Difference", "Verdict", "verify"),
-    "shardwise.core.plan": ("Plan",),
+    "shardwise.core.plan": ("GRAD", "OPTIM", "PARAM", "Plan"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

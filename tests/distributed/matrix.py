@@ -194,7 +194,7 @@ Outcome = dict[str, str]
 
 
 def bits_of(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
 
@@ -217,10 +217,16 @@ def difference(found: Outcome, expected: Outcome) -> str | None:
 # ---------------------------------------------------------------- with Shardwise
 
 
-def train(case: Case, lanes: Any = None, path: str = "auto") -> Outcome:
-    """Train a case on this rank; other ranks do the same. Rank 0 decides the initial weights."""
+def train(
+    case: Case, lanes: Any = None, path: str = "auto", device: str = "cpu", num_steps: int = NUM_STEPS, **offload: Any
+) -> Outcome:
+    """Train a case on this rank; other ranks do the same. Rank 0 decides the initial weights.
+
+    Args:
+        offload: fields of the plan that say where state rests.
+    """
     rank = lanes.rank if lanes is not None else dist.get_rank()
-    model = make_model(seed=rank)
+    model = make_model(seed=rank).to(device)
     optimizers = make_optimizers(model, case.optimizer)
     param_dtype, reduce_dtype = PRECISION[case.compute]
     plan = shardwise.Plan(
@@ -231,19 +237,20 @@ def train(case: Case, lanes: Any = None, path: str = "auto") -> Outcome:
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         path=path,
+        **offload,
     )
     shardwise.shard(model, optimizers, plan=plan, lanes=lanes)
     # Odd stages take Shardwise's scaler, even ones torch's own.
     scaler_class = shardwise.GradScaler if case.stage % 2 else torch.amp.GradScaler
     scaler = scaler_class("cpu", enabled=case.compute == "fp16", **scaler_options())
     facts: Outcome = {}
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for micro in range(num_micro_steps(case)):
             is_quiet = case.accumulation == "no_sync" and micro == 0
             with shardwise.no_sync(model) if is_quiet else nullcontext():
-                loss = model(make_batch(step, micro, rank)) * loss_factor(case, step, micro, rank)
+                loss = model(make_batch(step, micro, rank).to(device)) * loss_factor(case, step, micro, rank)
                 scaler.scale(loss).backward()
             facts[f"loss {step}.{micro} on rank {rank}"] = loss.item().hex()
         for optimizer in optimizers:

@@ -19,7 +19,7 @@ from shardwise.core.ledger import Kind
 from shardwise.devices import cross_memory
 from shardwise.devices.pool import Poison
 from shardwise.testing import World
-from shardwise.wire.host_comm import HostComm
+from shardwise.wire.board import PeerBoard
 
 pytestmark = pytest.mark.dist
 WIDTH, DEPTH = 387, 7
@@ -138,14 +138,14 @@ def counted() -> Iterator[list[tuple[str, int]]]:
         return look
 
     original_read = cross_memory.read
-    boards = {name: looking(getattr(HostComm, name)) for name in ("_look", "_has_read")}
+    boards = {name: looking(getattr(PeerBoard, name)) for name in ("presence", "find", "has_finished")}
     names = ("broadcast", "all_gather_single", "all_to_all_single", "batch_isend_irecv")
     others = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "gather", "send")
     refused = {name: mock.Mock(side_effect=AssertionError(f"{name} is not counted here")) for name in others}
     with (
         mock.patch.multiple(dist, **{name: wrap(name, getattr(dist, name)) for name in names}, **refused),
         mock.patch.object(cross_memory, "read", read),
-        mock.patch.multiple(HostComm, **boards),
+        mock.patch.multiple(PeerBoard, **boards),
     ):
         yield calls
 

@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardwise
 from shardwise.cli.jobs import Job, call_on_ranks
 from shardwise.devices import cross_memory
 from shardwise.testing import World
-from shardwise.wire import host_comm
+from shardwise.wire import board
 from shardwise.wire.host_comm import HostComm
 from shardwise.wire.lanes import torch_lanes
 from shardwise.wire.torch_comm import TorchComm
@@ -85,7 +86,7 @@ def test_all_ranks_take_the_network_if_one_cannot_read(world: World) -> None:
 
 def far_ahead() -> list[float]:
     """A rank may be ahead by no more than the board has rows."""
-    with mock.patch.object(host_comm, "_NUM_ROWS", 8):
+    with mock.patch.object(board, "NUM_ROWS", 8):
         comm = torch_lanes(None, CPU, timedelta(seconds=30)).gather
         assert isinstance(comm, HostComm)
         handles = []
@@ -166,3 +167,20 @@ def read_late() -> list[int]:
 def test_a_rank_whose_job_is_done_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     assert call_on_ranks(Job(f"{__name__}:read_late", {}), 2) == [1, 2]
+
+
+def _train_once_and_count_groups() -> int:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shardwise.shard(model, optimizer, stage=3)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("gloo_tcp") for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are looked up under /proc")
+def test_lanes_of_earlier_process_groups_are_let_go(world: World) -> None:
+    counts = [max(world.run(_train_once_and_count_groups, ranks=2)) for _ in range(6)]
+    # The first runs may find left-overs of other tests.
+    assert counts[-1] <= counts[2], counts

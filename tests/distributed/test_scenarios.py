@@ -77,6 +77,65 @@ def test_weights_read_without_a_call_of_their_module(world: World) -> None:
     check_stages(world, train_weights_read_by_parent)
 
 
+class Embedded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return self.head(x)
+
+
+def train_embedded(stage: Stage) -> Any:
+    """Gathers at stage 3, from the second step on: head and root stay over the turn, and no backward reads the embedding."""
+    model = Embedded()
+    optimizer = adamw(model)
+    handle = shard(stage, model, optimizer)
+    counts = []
+    for step in range(5):
+        if handle is not None:
+            handle.engine.executor.totals.reset()
+        loss = model(batch(step, 4, 3, high=7)).square().mean()
+        if step == 2:  # A reader after all, in one backward: it gets the values, and the next step is prepared for it.
+            loss.register_hook(lambda grad: grad * model.tokens.weight.detach().square().mean())
+        backward(stage, loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(0 if handle is None else handle.engine.executor.totals.num_collectives["gather"])
+    if stage == 3 and handle is not None:
+        num_units = len(handle.units)
+        twice = 2 * num_units - 2
+        assert num_units == 6 and counts[1:] == [twice - 1, twice, twice, twice - 1], counts
+    return weights(stage, model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_backward_gathers_no_table_that_it_does_not_read(world: World, ranks: int) -> None:
+    check_stages(world, train_embedded, ranks=ranks)
+
+
+def train_with_forward_before_update(stage: Stage) -> Any:
+    """A forward with gradients between the backward and the update: what it kept gathered must not outlive the update."""
+    model = Net()
+    optimizer = adamw(model)
+    shard(stage, model, optimizer)
+    outputs = []
+    for step in range(3):
+        backward(stage, model(batch(step, 4, WIDTH)).square().mean(), model)
+        outputs.append(model(batch(step, 4, WIDTH)).detach().clone())
+        optimizer.step()
+        outputs.append(model(batch(step, 4, WIDTH)).detach().clone())
+        optimizer.zero_grad()
+    return {"outputs": outputs, "weights": weights(stage, model)}
+
+
+def test_nothing_that_a_forward_kept_outlives_an_update(world: World) -> None:
+    check_stages(world, train_with_forward_before_update)
+
+
 class Skipping(Net):
     """Whose middle block can be left out."""
 
@@ -256,6 +315,7 @@ SETTLED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "part alone": (train_part_alone, ()),
     "called twice": (train_called_twice, ()),
     "read by parent": (train_weights_read_by_parent, ()),
+    "forward before update": (train_with_forward_before_update, ()),
     "skipping": (train_skipping, ((0, 3),)),
     "changing order": (train_changing_order, ()),
     "methods": (train_methods, ()),

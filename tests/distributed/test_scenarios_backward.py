@@ -240,7 +240,8 @@ def expected_counts(stage: int, num_units: int, num_backwards: int, num_reductio
     if stage == 0:
         counts["gather gradients"] = num_units * num_reductions
     else:
-        counts["gather"] = num_units if stage < 3 else 2 * num_units * num_backwards
+        # Head and root are closed last and opened first: they stay over the turn.
+        counts["gather"] = num_units if stage < 3 else (2 * num_units - 2) * num_backwards
     return counts
 
 

@@ -36,7 +36,9 @@ SCRIPT_HEAD = """
 """
 TRAINS = """
     losses = [train_step() for _ in range(4)]
-    print(f"rank {rank} got {sys.argv[1:]} and {os.environ['OMP_NUM_THREADS']} thread: loss falls is {losses[-1] < losses[0]}")
+    # In one piece: ranks write to one file, and print writes a line's end by itself.
+    told = f"rank {rank} got {sys.argv[1:]} and {os.environ['OMP_NUM_THREADS']} thread: loss falls is {losses[-1] < losses[0]}"
+    sys.stdout.write(told + "\\n")
     dist.destroy_process_group()
 """
 FAILS_ON_RANK_1 = """

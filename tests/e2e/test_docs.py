@@ -57,7 +57,7 @@ def test_commands_of_the_documents_are_understood() -> None:
                 args = build_parser().parse_args(command[1:])
                 found += 1
                 if command[1] == "train":
-                    load_recipe(args.recipe, read_settings(args))
+                    load_recipe(args.recipe or "gpt", read_settings(args))
     assert found >= 8
 
 

@@ -12,18 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.api.arguments import as_list
 from shardwise.core.errors import PlanError, UsageError, UsageTypeError
 from shardwise.core.events import Totals
-from shardwise.core.ledger import Ledger
+from shardwise.core.footprint import advice
+from shardwise.core.ledger import Ledger, Tier
 from shardwise.core.plan import Plan
 from shardwise.core.schedule import Schedule
 from shardwise.core.trace import Trace
 from shardwise.core.tree import host_tree
 from shardwise.core.unit import ROOT, Unit, find_units
+from shardwise.devices import memory
 from shardwise.runtime.attach import attach, check_devices
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.flat import state_of
-from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_parameters
+from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_parameters, num_states_of
 from shardwise.runtime.registry import find_engine
 from shardwise.runtime.rehearsal import rehearse
 from shardwise.wire.comm import Lanes, gather_bytes
@@ -72,6 +75,11 @@ class Sharded:
         return self.engine.ledger
 
     @property
+    def num_updates(self) -> int:
+        """Optimizer steps that were made, also those before a checkpoint that was loaded."""
+        return self.engine.num_updates
+
+    @property
     def totals(self) -> Totals:
         """Collectives of this rank: how many, what they sent, and how long they were waited for."""
         return self.engine.executor.totals
@@ -88,6 +96,7 @@ def shard(  # noqa: PLR0913
     ignored_params: Iterable[nn.Parameter] = (),
     units: Sequence[type[nn.Module] | str] | None = None,
     example: Any = None,
+    accounting: bool = True,
     lanes: Lanes | None = None,
     **changes: Any,
 ) -> Sharded:
@@ -104,6 +113,7 @@ def shard(  # noqa: PLR0913
         units: Module classes or names to make units of; found by themselves, if None.
         example: A batch (a tensor, a tuple of arguments or a dict of keywords): the model is run once on fake tensors of its
             form, so that trace and schedule are known before the first step; if None, the first step is recorded.
+        accounting: Whether steps are measured; ``shardwise.record`` writes it down. It takes less than 1 % of a step.
         lanes: Collectives to use instead of those of ``torch.distributed``, for tests.
         changes: Further fields of the plan, such as ``prefetch=2`` or ``nonfinite="raise"``.
 
@@ -120,7 +130,7 @@ def shard(  # noqa: PLR0913
     >>> shardwise.shard(model, optimizer, stage=3).plan.stage
     3
     """
-    optimizers = _as_list(optimizer)
+    optimizers = as_list(optimizer)
     _check_model(model)
     ignored = set(ignored_params)
     _check_optimizers(model, optimizers)
@@ -131,6 +141,8 @@ def shard(  # noqa: PLR0913
     if units is not None:
         plan = plan.replace(units=tuple(unit.name for unit in found if unit.name))
     device = check_devices(model, found)
+    if device.type == "cpu":
+        plan = plan.without(Tier.HOST)  # The host's memory is the device's.
     lanes = lanes or _find_lanes(mesh, device, plan)
     plan.fit(lanes.size)
     layout = _choose_layout(plan, optimizers)
@@ -140,7 +152,9 @@ def shard(  # noqa: PLR0913
     plan = plan.replace(tree=tree)
     _compare_ranks(model, found, plan, lanes)
     rehearsal = None if example is None else rehearse(model, found, example)
+    memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
     engine = attach(model, found, Setup(plan, lanes, tree, layout), device)
+    engine.meter.is_on = accounting
     if rehearsal is not None:
         engine.use_trace(ROOT, rehearsal.trace)
         for module, unit in rehearsal.also_opened:
@@ -148,14 +162,6 @@ def shard(  # noqa: PLR0913
     for each in optimizers:
         adopt(each)
     return Sharded(engine)
-
-
-def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise UsageTypeError(f"optimizer must be a torch.optim.Optimizer or a list of them but is a {type(each).__name__}.")
-    return optimizers
 
 
 def _check_model(model: nn.Module) -> None:

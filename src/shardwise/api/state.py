@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.api.arguments import as_list
 from shardwise.core.errors import UsageError
 from shardwise.runtime.detach import detach
 from shardwise.runtime.flat import ParamState
@@ -98,8 +99,7 @@ def unshard(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None 
     engine = engine_of(model)
     if engine.opened or engine.forward.is_open:
         raise UsageError("shardwise.unshard cannot run inside gathered or inside a call of the model.")
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    detach(engine, optimizers)
+    detach(engine, as_list(optimizer))
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -29,6 +29,7 @@ class RanksFailedError(CommandError):
     """One or more ranks failed, and all others were ended.
 
     Attributes:
+        exit_codes: What ranks that failed by themselves exited with.
         killed: Ranks that a signal killed, and its name: the errors of the others are consequences.
     """
 
@@ -38,6 +39,7 @@ class RanksFailedError(CommandError):
         killed = {rank: failure for rank, failure in own.items() if failure.exitcode < 0}
         parts = [f"rank {rank} of {num_ranks} {_describe(failure)}" for rank, failure in sorted((killed or own).items())]
         super().__init__("; ".join(parts) + ".")
+        self.exit_codes = {failure.exitcode for failure in own.values()}
         self.killed = {rank: failure.signal_name() for rank, failure in killed.items()}
 
     @property

@@ -41,7 +41,7 @@ def check_ranks(num_ranks: int) -> None:
         )
 
 
-def check_port(port: int) -> None:
+def check_port(port: int, option: str = "--port") -> None:
     """Refuse a port that is taken. 0 stands for any free one.
 
     Raises:
@@ -54,7 +54,7 @@ def check_port(port: int) -> None:
         except OSError as error:
             is_taken = error.errno == errno.EADDRINUSE
             what = "is in use by another program" if is_taken else f"cannot be used: {error.strerror}"
-            raise UsageError(f"Port {port} {what}. Give another --port, or none: then a free one is taken.") from error
+            raise UsageError(f"Port {port} {what}. Give another {option}, or leave it out.") from error
 
 
 def available_memory_bytes() -> int:

@@ -41,9 +41,9 @@ def add_command(commands: Commands[Parser], name: str, execute: Execute, *, summ
     return parser
 
 
-def add_ranks(parser: Parser, default: int | None = 2) -> None:
-    """Add ``--ranks`` and ``--port``; without a default, the recipe says how many ranks there are."""
-    text = f"processes on this machine (default: {default or 'as the recipe says'})"
+def add_ranks(parser: Parser, default: int | None = 2, otherwise: str = "as the recipe says") -> None:
+    """Add ``--ranks`` and ``--port``; without a default, the text says how many ranks there are."""
+    text = f"processes on this machine (default: {default or otherwise})"
     parser.add_argument("--ranks", type=whole_number(1), default=default, metavar="N", help=text)
     parser.add_argument("--port", type=port_number, default=0, metavar="N", help="where ranks meet (default: a free port)")
 

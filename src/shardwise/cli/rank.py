@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.checkpoint.save import wait_for_all
 from shardwise.cli.exits import exit_code_of
 from shardwise.cli.jobs import Job, Outcome, outcome_path, read_job, write_json
 from shardwise.core.errors import ShardwiseError
@@ -31,6 +32,7 @@ def _perform(job: Job) -> Outcome:
     try:
         dist.init_process_group("gloo")
         result = _find_function(job.function)(**job.arguments)
+        wait_for_all()
         dist.destroy_process_group()
     except Exception as error:
         is_expected = isinstance(error, ShardwiseError)

@@ -8,22 +8,29 @@ import os
 import sys
 from pathlib import Path
 
-from shardwise.cli.exits import ExitCode
-from shardwise.cli.launch import launch
+from shardwise.cli.exits import CommandError, ExitCode
+from shardwise.cli.launch import RanksFailedError, launch
 from shardwise.cli.parsing import Commands, Parser, add_command, add_ranks
+from shardwise.cli.simulated import parse_devices, prepare
 from shardwise.core.errors import UsageError
 
 _EXAMPLE = """\
 shardwise run --ranks 4 train.py --learning-rate 3e-4
-shardwise run --ranks 4 -m package.train --learning-rate 3e-4"""
+shardwise run --ranks 4 -m package.train --learning-rate 3e-4
+shardwise run --simulate 4x8GiB train.py"""
+
+
+_RANKS = 2
 
 
 def add_to(commands: Commands[Parser]) -> None:
     """Add the command to the parser of all commands."""
     summary = "run a script or module as many ranks on this machine, as torchrun does"
     parser = add_command(commands, "run", execute, summary=summary, example=_EXAMPLE)
-    parser.usage = "shardwise run [-h] [--debug] [--ranks N] [--port N] [-m] SCRIPT [ARGUMENT ...]"
-    add_ranks(parser)
+    parser.usage = "shardwise run [-h] [--debug] [--ranks N] [--port N] [--simulate NxSIZE] [-m] SCRIPT [ARGUMENT ...]"
+    add_ranks(parser, None, "2, or one for each simulated device")
+    simulate = "rehearse on N simulated accelerators of that memory, such as 4x8GiB, a rank for each; says whether it fits"
+    parser.add_argument("--simulate", metavar="NxSIZE", help=simulate)
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="passed on to the script")
@@ -37,8 +44,24 @@ def execute(args: argparse.Namespace) -> int:
         _check_script(args.script)
     target = ["-m", args.script] if args.is_module else [args.script]
     # -u: a rank that is killed would take the lines of its buffer with it.
-    command = [sys.executable, "-u", *target, *args.arguments]
-    launch(command, args.ranks, pass_signal=True, port=args.port, is_debug=args.debug)
+    if args.simulate is None:
+        command = [sys.executable, "-u", *target, *args.arguments]
+        launch(command, args.ranks or _RANKS, pass_signal=True, port=args.port, is_debug=args.debug)
+        return ExitCode.DONE
+    devices = parse_devices(args.simulate)
+    if args.ranks not in (None, devices.count):
+        raise UsageError(
+            f"--simulate {args.simulate} is a rank for each of {devices.count} devices, but --ranks is {args.ranks}."
+        )
+    prepare(sys.stderr)
+    command = [sys.executable, "-u", "-m", "shardwise.cli.simulated", args.simulate, *target, *args.arguments]
+    try:
+        launch(command, devices.count, pass_signal=True, port=args.port, is_debug=args.debug)
+    except RanksFailedError as error:
+        if ExitCode.WILL_NOT_FIT in error.exit_codes:
+            text = f"It does not fit on {args.simulate}: see above what ran out and what would fit."
+            raise CommandError(text, ExitCode.WILL_NOT_FIT) from error
+        raise
     return ExitCode.DONE
 
 

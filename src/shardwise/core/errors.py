@@ -37,3 +37,7 @@ class NonFiniteError(ShardwiseError, ArithmeticError):
 
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint is incomplete, damaged or of another model."""
+
+
+class OffloadError(ShardwiseError, OSError):
+    """State could not be brought to the disk tier, or back from it."""

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Event:
-    """One collective: what it was for, what it moved and how long it was waited for."""
+class Event(NamedTuple):
+    """One collective: what it was for, what it moved over which link, and how long it took and was waited for.
+
+    ``begin_seconds`` and ``end_seconds`` are of this process's clock: when it was issued, and when its bytes were there.
+    ``moving_seconds`` is how long bytes were on their way: less than the time between the two where they were not asked for at
+    once, and at most that time where nobody can tell.
+    """
 
     op: str
     unit: str
+    link: str
     wire_bytes: int
     num_messages: int
+    begin_seconds: float
+    end_seconds: float
+    moving_seconds: float
     waited_seconds: float
 
 

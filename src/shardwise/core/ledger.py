@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,25 +34,38 @@ class Kind(Enum):
     BUFFER = "buffers"
     WIRE = "wire staging"
     POOL = "free workspace"
+    SNAPSHOT = "copies for checkpoints"
+    ACTIVATION = "activations"
+    """Autograd holds them. Booked on accelerators, by what the allocator has given out beyond the rest, as units begin and end."""
 
 
 Account = tuple[Tier, Kind]
 
+OnChange = Callable[[Account, int], None]
+"""Told of an account and of what it holds now."""
+
 
 @dataclass
 class Ledger:
-    """Bytes held now and at most.
+    """Bytes held now and at most: ever, and since the last `mark`.
 
     >>> ledger = Ledger()
     >>> ledger.add(Kind.GRAD, 100); ledger.add(Kind.GRAD, -40)
     >>> ledger.live(Kind.GRAD), ledger.peak(Kind.GRAD), ledger.peak_bytes
     (60, 100, 100)
+    >>> ledger.mark(); ledger.peak_since_mark(Kind.GRAD), ledger.peak(Kind.GRAD)
+    (60, 100)
     """
 
     _live: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
     _peak: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
+    _earlier_peak: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
+    _tier_live: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
+    _tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
     live_bytes: int = 0
-    peak_bytes: int = 0
+    peak_bytes_since_mark: int = 0
+    _earlier_peak_bytes: int = 0
+    watch: OnChange | None = None
 
     def add(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book bytes that came (or, negative, went)."""
@@ -59,13 +73,43 @@ class Ledger:
         live = self._live[account] = self._live[account] + num_bytes
         if live > self._peak[account]:
             self._peak[account] = live
+        on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
+        if on_tier > self._tier_peak[tier]:
+            self._tier_peak[tier] = on_tier
         self.live_bytes += num_bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
+        if self.live_bytes > self.peak_bytes_since_mark:
+            self.peak_bytes_since_mark = self.live_bytes
+        if self.watch is not None:
+            self.watch(account, live)
 
     def set(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book what is held now, whatever was booked before."""
         self.add(kind, num_bytes - self._live[(tier, kind)], tier)
+
+    def mark(self) -> None:
+        """Begin to look for peaks anew: a step begins."""
+        for account, peak in self._peak.items():
+            self._earlier_peak[account] = max(self._earlier_peak[account], peak)
+            self._peak[account] = self._live[account]
+        self._earlier_peak_bytes, self.peak_bytes_since_mark = self.peak_bytes, self.live_bytes
+
+    @property
+    def accounts(self) -> tuple[Account, ...]:
+        """All in which anything was ever booked, in one order."""
+        return tuple(sorted(self._peak, key=lambda account: (account[0].value, account[1].value)))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were ever held at once."""
+        return max(self._earlier_peak_bytes, self.peak_bytes_since_mark)
+
+    def live_on(self, tier: Tier) -> int:
+        """Bytes that a tier holds now."""
+        return self._tier_live[tier]
+
+    def peak_on(self, tier: Tier) -> int:
+        """The most bytes that a tier ever held at once."""
+        return self._tier_peak[tier]
 
     def live(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """Bytes of a kind that are held now."""
@@ -73,13 +117,17 @@ class Ledger:
 
     def peak(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """The most bytes of a kind that were ever held at once."""
+        account = (tier, kind)
+        return max(self._earlier_peak[account], self._peak[account])
+
+    def peak_since_mark(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
+        """The same since the last `mark`."""
         return self._peak[(tier, kind)]
 
     def __str__(self) -> str:
         rows = [f"{'tier':<8}{'kind':<22}{'live':>12}{'peak':>12}"]
-        for account in sorted(self._peak, key=lambda a: (a[0].value, a[1].value)):
-            tier, kind = account
-            live, peak = format_bytes(self._live[account]), format_bytes(self._peak[account])
+        for tier, kind in self.accounts:
+            live, peak = format_bytes(self.live(kind, tier)), format_bytes(self.peak(kind, tier))
             rows.append(f"{tier.value:<8}{kind.value:<22}{live:>12}{peak:>12}")
         rows.append(f"{'':<8}{'all':<22}{format_bytes(self.live_bytes):>12}{format_bytes(self.peak_bytes):>12}")
         return "\n".join(rows)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import PlanError
+from shardwise.core.ledger import Tier
 from shardwise.core.tree import Tree, check_tree, parse_tree
 
 
@@ -29,6 +30,14 @@ class StateKind(Enum):
     GRAD = "gradients"
     PARAM = "parameters"
 
+    @property
+    def key(self) -> str:
+        """Its name in plans."""
+        return self.name.lower()
+
+
+OPTIM, GRAD, PARAM = StateKind.OPTIM, StateKind.GRAD, StateKind.PARAM
+_KINDS = {kind.key: kind for kind in StateKind}
 
 SHARDED_AT_STAGE: dict[int, frozenset[StateKind]] = {
     0: frozenset(),
@@ -45,7 +54,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "nonfinite": ("skip", "raise", "keep"),
     "unused": ("raise", "zero"),
     "path": ("auto", "network"),
+    "activations": (Tier.DEVICE.value, Tier.HOST.value),
 }
+_TIERS = {tier.value: tier for tier in (Tier.DEVICE, Tier.HOST)}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -74,6 +85,11 @@ class Plan:
         deadline_seconds: How long a collective may take; the process group's timeout, if None.
         path: How bytes travel: ``auto``: between ranks of one host through their memory, where that is allowed; ``network``: through
             the process group in any case. The bits are the same.
+        tiers: Where kinds of state rest: ``{shardwise.OPTIM: "host"}`` keeps the optimizer's state in the memory of the host; what
+            is not named rests on the device. On the CPU, the host's memory is the device's. Parameters that rest elsewhere are kept
+            in shards from stage 1 on, and brought unit by unit when they are used.
+        fraction: The part of that state that rests there, by bytes; the rest stays on the device.
+        activations: Where what the forward leaves for the backward rests: on the ``device``, or on the ``host`` until it is needed.
         init_seed: Seed for models that are built on the meta device.
 
     >>> Plan(stage=3, prefetch=2).sharded == SHARDED_AT_STAGE[3]
@@ -100,6 +116,9 @@ class Plan:
     units: tuple[str, ...] | None = None
     deadline_seconds: float | None = None
     path: str = "auto"
+    tiers: Any = ()
+    fraction: float = 1.0
+    activations: str = Tier.DEVICE.value
     init_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -119,12 +138,23 @@ class Plan:
         object.__setattr__(self, "deadline_seconds", None if self.deadline_seconds is None else float(self.deadline_seconds))
         object.__setattr__(self, "weights", None if self.weights is None else tuple(float(w) for w in self.weights))
         object.__setattr__(self, "units", None if self.units is None else tuple(self.units))
+        object.__setattr__(self, "tiers", _parse_tiers(self.tiers))
+        object.__setattr__(self, "fraction", float(self.fraction))
         object.__setattr__(self, "tree", None if self.tree is None else parse_tree(self.tree))
 
     @property
     def sharded(self) -> frozenset[StateKind]:
         """Kinds of state of which a rank keeps only its shard."""
         return SHARDED_AT_STAGE[self.stage]
+
+    def tier(self, kind: StateKind) -> Tier:
+        """Where a kind of state rests."""
+        return _TIERS[dict(self.tiers).get(kind.key, Tier.DEVICE.value)]
+
+    @property
+    def fetches_params(self) -> bool:
+        """Whether full parameters are there only while they are used: others own parts of them, or they rest elsewhere."""
+        return StateKind.PARAM in self.sharded or self.tier(StateKind.PARAM) is not Tier.DEVICE
 
     @property
     def deadline(self) -> timedelta | None:
@@ -153,9 +183,14 @@ class Plan:
         _check_keys(changes)
         return replace(self, **changes)
 
+    def without(self, tier: Tier) -> Plan:
+        """The same plan with what rests on a tier on the device instead."""
+        tiers = {kind: name for kind, name in self.tiers if name != tier.value}
+        return self.replace(tiers=tiers, activations=self.activations if self.activations != tier.value else Tier.DEVICE.value)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values."""
-        return asdict(self)
+        return {**asdict(self), "tiers": dict(self.tiers)}
 
     def to_json(self) -> str:
         """One line of JSON with sorted keys."""
@@ -192,12 +227,33 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _parse_tiers(tiers: Any) -> tuple[tuple[str, str], ...]:
+    """Pairs of names, in one order; the device goes without saying."""
+    if not isinstance(tiers, Mapping):
+        tiers = dict(tiers)
+    found = {}
+    for kind, tier in tiers.items():
+        key = kind.key if isinstance(kind, StateKind) else str(kind).lower()
+        if key not in _KINDS:
+            raise PlanError(f"tiers names a kind of state {kind!r}. There are {', '.join(_KINDS)}.")
+        value = tier.value if isinstance(tier, Tier) else tier
+        if value not in _TIERS:
+            raise PlanError(f"tiers lets {_KINDS[key].value} rest on {tier!r}. Choose from {', '.join(map(repr, _TIERS))}.")
+        if value != Tier.DEVICE.value:
+            found[key] = value
+    return tuple((key, found[key]) for key in _KINDS if key in found)
+
+
 def _check_types(plan: Plan) -> None:
     weights, units = plan.weights, plan.units
     if weights is not None and (not isinstance(weights, (tuple, list)) or not all(_is_number(weight) for weight in weights)):
         raise PlanError(f"weights must be a list of numbers, one for each rank, but is {weights!r}.")
     if plan.deadline_seconds is not None and not _is_number(plan.deadline_seconds):
         raise PlanError(f"deadline_seconds must be a number but is {plan.deadline_seconds!r}.")
+    if not isinstance(plan.tiers, (Mapping, tuple, list)):
+        raise PlanError(f"tiers must say where kinds of state rest, such as {{'optim': 'host'}}, but is {plan.tiers!r}.")
+    if not _is_number(plan.fraction):
+        raise PlanError(f"fraction must be a number but is {plan.fraction!r}.")
     if units is not None and (not isinstance(units, (tuple, list)) or not all(isinstance(name, str) for name in units)):
         raise PlanError(f"units must be a list of module names but is {units!r}.")
 
@@ -207,6 +263,8 @@ def _check_numbers(plan: Plan) -> None:
         raise PlanError(f"prefetch must be a whole number of units, 0 or more, but is {plan.prefetch!r}.")
     if not isinstance(plan.init_seed, int) or isinstance(plan.init_seed, bool):
         raise PlanError(f"init_seed must be a whole number but is {plan.init_seed!r}.")
+    if not 0 <= plan.fraction <= 1:
+        raise PlanError(f"fraction must be from 0 to 1 but is {plan.fraction!r}.")
     if plan.deadline_seconds is not None and not plan.deadline_seconds > 0:
         raise PlanError(f"deadline_seconds must be above 0 but is {plan.deadline_seconds!r}.")
     if plan.weights is not None and (not plan.weights or min(plan.weights) < 0 or sum(plan.weights) <= 0):
@@ -239,6 +297,8 @@ def _parse(loads: Any, text: str, form: str) -> Mapping[str, Any]:
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from itertools import takewhile
 
+from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
+from shardwise.core.rest import rests_of
 from shardwise.core.sizes import format_bytes
 from shardwise.core.trace import Moment, Point, Trace
 from shardwise.core.unit import Unit
@@ -57,6 +61,15 @@ class Schedule:
         """Units in the order in which their gradients are reduced."""
         return tuple(op.unit for entry in self.entries for op in entry.ops if op.verb is Verb.REDUCE)
 
+    @cached_property
+    def kept_units(self) -> frozenset[str]:
+        """Units that stay gathered from the forward to the backward."""
+        is_open: set[str] = set()
+        for entry in self.phase(Point.PRE_FORWARD, Point.POST_FORWARD):
+            for op in entry.ops:
+                is_open.add(op.unit) if op.verb is Verb.GATHER else is_open.discard(op.unit)
+        return frozenset(is_open)
+
     def __str__(self) -> str:
         rows = [f"{'moment':<18}{'at unit':<28}{'op':<20}{'unit':<28}{'bytes':>12}"]
         for entry in self.entries:
@@ -69,30 +82,60 @@ class Schedule:
 
 def build_schedule(units: Sequence[Unit], plan: Plan, trace: Trace) -> Schedule:
     """Lay the plan over a trace."""
-    by_name = {unit.name: unit for unit in units}
-    is_open: set[str] = set()
-    forward = _phase(trace.forward, Point.PRE_FORWARD, by_name, plan, is_open)
-    backward = _phase(trace.backward, Point.PRE_BACKWARD, by_name, plan, is_open)
-    return Schedule((*forward, *backward, *_finish(units, plan)))
+    step = _Step({unit.name: unit for unit in units}, plan, fetched_units(units, plan))
+    last, both = _turn(trace)
+    forward = _phase(trace.forward[:last], Point.PRE_FORWARD, step)
+    forward += _phase(trace.forward[last:], Point.PRE_FORWARD, step, kept=both)
+    backward = _phase(trace.backward, Point.PRE_BACKWARD, step)
+    return Schedule((*forward, *backward, *_finish(step)))
 
 
-def _phase(moments: Sequence[Moment], opening: Point, units: Mapping[str, Unit], plan: Plan, is_open: set[str]) -> list[Entry]:
-    """One direction of the step. A unit that is open is not gathered again before it is released."""
+def fetched_units(units: Sequence[Unit], plan: Plan) -> frozenset[str]:
+    """Units whose full parameters are there only while they are used: others own parts of them, or they rest elsewhere."""
+    if StateKind.PARAM in plan.sharded:
+        return frozenset(unit.name for unit in units)
+    rests = rests_of(units, plan)
+    return frozenset(unit.name for unit in units if any(rests[flat.name].param is not Tier.DEVICE for flat in unit.flats))
+
+
+@dataclass
+class _Step:
+    """What a step is laid out over, and the units that are open at a moment of it."""
+
+    units: Mapping[str, Unit]
+    plan: Plan
+    fetched: frozenset[str]
+    is_open: set[str] = field(default_factory=set)
+
+
+def _turn(trace: Trace) -> tuple[int, frozenset[str]]:
+    """Where the forward does nothing but close, and the units that it closes there and the backward opens before all else.
+
+    They were open together, and will be: to keep them over the turn needs no more memory, and a gather less.
+    """
+    closing = [moment.unit for moment in takewhile(lambda m: m.point is Point.POST_FORWARD, reversed(trace.forward))]
+    opening = {moment.unit for moment in takewhile(lambda m: m.point is Point.PRE_BACKWARD, trace.backward)}
+    return len(trace.forward) - len(closing), frozenset(closing) & opening
+
+
+def _phase(moments: Sequence[Moment], opening: Point, step: _Step, kept: frozenset[str] = frozenset()) -> list[Entry]:
+    """Moments of one direction of the step. A unit that is open is not gathered again before it is released."""
     entries = []
+    plan, units = step.plan, step.units
     for position, moment in enumerate(moments):
         ops: list[Op] = []
         name, num_bytes = moment.unit, units[moment.unit].num_bytes
-        if moment.point is opening and StateKind.PARAM in plan.sharded:
+        if moment.point is opening and step.fetched:
             for wanted in (name, *_upcoming(moments[position + 1 :], opening, name, plan.prefetch)):
-                if wanted not in is_open:
-                    is_open.add(wanted)
+                if wanted in step.fetched and wanted not in step.is_open:
+                    step.is_open.add(wanted)
                     ops.append(Op(Verb.GATHER, wanted, units[wanted].num_bytes))
         if moment.point is Point.POST_BACKWARD and units[name].is_trained:
             ops.append(Op(Verb.REDUCE, name, num_bytes))
             if StateKind.OPTIM not in plan.sharded:
                 ops.append(Op(Verb.GATHER_GRAD, name, num_bytes))
-        if _releases(moment.point, plan):
-            is_open.discard(name)
+        if name in step.fetched and name not in kept and _releases(moment.point, plan):
+            step.is_open.discard(name)
             ops.append(Op(Verb.RELEASE, name, num_bytes))
         entries.append(Entry(moment, tuple(ops)))
     return entries
@@ -110,19 +153,18 @@ def _upcoming(moments: Sequence[Moment], opening: Point, current: str, depth: in
 
 
 def _releases(point: Point, plan: Plan) -> bool:
-    if StateKind.PARAM not in plan.sharded:
-        return False
     return point is Point.POST_BACKWARD or (point is Point.POST_FORWARD and plan.reshard_after_forward)
 
 
-def _finish(units: Sequence[Unit], plan: Plan) -> list[Entry]:
+def _finish(step: _Step) -> list[Entry]:
+    plan, units = step.plan, step.units.values()
     total = sum(unit.num_bytes for unit in units)
     entries = [Entry(Moment(Point.END_BACKWARD, ""), (Op(Verb.DIGEST, "", total),))]
     for unit in units:
         if not unit.is_trained:
             continue
         ops = [Op(Verb.UPDATE, unit.name, unit.num_bytes)]
-        if StateKind.OPTIM in plan.sharded and StateKind.PARAM not in plan.sharded:
+        if StateKind.OPTIM in plan.sharded and unit.name not in step.fetched:
             ops.append(Op(Verb.GATHER, unit.name, unit.num_bytes))
         entries.append(Entry(Moment(Point.UPDATE, unit.name), tuple(ops)))
     return entries

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.devices import torch_private
 from shardwise.devices.malloc import Heap
 
+CPU = torch.device("cpu")
 _WASTE = 0.5
 """A buffer serves a request if not more than this part of it stays unused."""
 _LARGE_BYTES = 2**20
@@ -35,30 +36,38 @@ class Pool:
 
     Only memory for gathered parameters is kept: it is needed all through a step. Gradients come as activations go; from the
     allocator of the device they take turns with them in the same memory, which in a pool of their own would lie idle just when
-    activations need the most.
+    activations need the most. The allocators of accelerators keep memory themselves, for whatever is asked for next: there, all of it
+    goes back to them.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device = CPU) -> None:
         self._ledger = ledger
+        self._device = device
         self._free: list[_Free] = []
         self._heap = Heap()
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
         """A buffer of a size, with whatever values."""
-        num_bytes = numel * dtype.itemsize
-        with torch.inference_mode(False):  # A buffer that is first used in inference must serve training as well.
-            storage = self._find(num_bytes, device) if kind is Kind.GATHERED else None
-            if storage is None:
-                if device.type == "cpu" and num_bytes >= _LARGE_BYTES:
-                    self._heap.keep_lean()
-                buffer = torch.empty(numel, dtype=dtype, device=device)
-            else:
-                buffer = torch_private.tensor_over(storage, numel, dtype)
-                self._ledger.add(Kind.POOL, -num_bytes)
+        if torch.is_inference_mode_enabled():  # A buffer that is first used in inference must serve training as well.
+            with torch.inference_mode(False):
+                return self.take(numel, dtype, device, kind)
+        num_bytes, tier = numel * dtype.itemsize, self.tier_of(device)
+        storage = self._find(num_bytes, device) if kind is Kind.GATHERED else None
+        if storage is None:
+            if num_bytes >= _LARGE_BYTES and device.type == "cpu":
+                self._heap.keep_lean()
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            buffer = torch_private.tensor_over(storage, numel, dtype)
+            self._ledger.add(Kind.POOL, -num_bytes, tier)
         if Poison.enabled:
             poison(buffer)
-        self._ledger.add(kind, num_bytes)
+        self._ledger.add(kind, num_bytes, tier)
         return buffer
+
+    def tier_of(self, device: torch.device) -> Tier:
+        """The tier whose memory a device's is: that of the model's own device, or the host's."""
+        return Tier.DEVICE if device.type == self._device.type else Tier.HOST
 
     def _find(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
         """The smallest free storage that is large enough and not much too large; of several the last: the others may go."""
@@ -75,15 +84,16 @@ class Pool:
 
     def give(self, buffer: torch.Tensor, kind: Kind) -> None:
         """Hand a buffer back: its values are nobody's from here on. One of which someone holds a view is left to them."""
-        self._ledger.add(kind, -buffer.nbytes)
+        tier = self.tier_of(buffer.device)
+        self._ledger.add(kind, -buffer.nbytes, tier)
         if not torch_private.is_shared(buffer):
             if Poison.enabled:
                 poison(buffer)
-            if kind is Kind.GATHERED and buffer.nbytes:
+            if kind is Kind.GATHERED and buffer.nbytes and buffer.device.type == "cpu":
                 self._free.append(_Free(buffer.untyped_storage()))
-                self._ledger.add(Kind.POOL, buffer.nbytes)
+                self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return
-        self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes())
+        self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes(), tier)
 
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""
@@ -98,7 +108,7 @@ class Pool:
     def _drop(self, dropped: list[_Free]) -> None:
         for free in dropped:
             self._free.remove(free)
-            self._ledger.add(Kind.POOL, -free.storage.nbytes())
+            self._ledger.add(Kind.POOL, -free.storage.nbytes(), self.tier_of(free.storage.device))
 
 
 def poison(buffer: torch.Tensor) -> None:

@@ -110,7 +110,7 @@ def tensor_over(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -
 
 def wrapper(
     cls: type,
-    like: torch.Tensor,
+    device: torch.device,
     shape: Sequence[int],
     stride: Sequence[int],
     *,
@@ -119,7 +119,7 @@ def wrapper(
 ) -> Any:
     """A tensor of a subclass that has a form but no memory."""
     return torch.Tensor._make_wrapper_subclass(
-        cls, shape, strides=stride, dtype=dtype, device=like.device, requires_grad=requires_grad
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
 
 
@@ -148,6 +148,49 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def without_torch_function() -> Any:
-    """Context in which subclasses' ``__torch_function__`` is not consulted."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""Context in which subclasses' ``__torch_function__`` is not consulted."""
+
+
+def dcp_classes() -> tuple[type, ...]:
+    """Classes without public names that the metadata of torch's distributed checkpoints is made of. They hold values alone."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _StorageInfo, _MEM_FORMAT_ENCODING
+
+
+def tensor_builders() -> dict[tuple[str, str], Callable[..., Any]]:
+    """What pickles of torch name to make tensors of storages, without what users have put on them. They run nothing else."""
+    parameters = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+    found: dict[tuple[str, str], Callable[..., Any]] = {("torch._utils", name): _first for name in parameters}
+    found["torch._tensor", "_rebuild_from_type_v2"] = _call_first
+    return {("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2, **found}
+
+
+def _first(values: torch.Tensor, *others: Any) -> torch.Tensor:
+    return values
+
+
+def _call_first(build: Callable[..., Any], kind: Any, args: Sequence[Any], state: Any) -> Any:
+    """``build`` is one of the builders, too: a reader finds no other."""
+    return build(*args)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What an accelerator has given out. The public function makes a table of all it counts first, which takes ten times as long."""
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return int(torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]["current"])
+
+
+def put_around_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:
+    """Let two hooks of an optimizer, by their keys, be the last of those before a step and the first of those after it."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(before)
+    hooks = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(after, last=False)
+
+
+def register_device_module(device_type: str, module: Any) -> None:
+    """Let ``torch.<device type>`` be a module: how a device of an extension shows its functions."""
+    torch._register_device_module(device_type, module)

@@ -45,6 +45,8 @@ class TrainConfig:
         weight_decay: As in AdamW.
         max_norm: Gradients are clipped to this norm.
         eval_every: Steps between evaluations on held-out data; the last step is always followed by one.
+        save_every: Steps between checkpoints, which are written beside the steps; the last step is followed by one. 0: none.
+        keep_last: How many of the newest checkpoints stay.
     """
 
     steps: Count = 100
@@ -54,6 +56,8 @@ class TrainConfig:
     weight_decay: Annotated[float, Bound(0)] = 0.01
     max_norm: Positive = 1.0
     eval_every: Count = 100
+    save_every: Natural = 50
+    keep_last: Count = 2
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
+
+from shardwise.recipes.rank_table import RankStatus, rank_table
 
 LINE_INTERVAL_SECONDS = 5.0
 NUM_PEAKS_SHOWN = 4
@@ -19,11 +22,16 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run is: steps done, the loss of the last one, and the most memory that each rank has had."""
+    """Where a run is: steps done, the loss of the last one, and what each rank did in it."""
 
     step: int
     loss: float
-    peak_bytes: Sequence[int] = ()
+    ranks: Sequence[RankStatus] = ()
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """The most memory that each rank has had."""
+        return [rank.peak_bytes for rank in self.ranks]
 
 
 OnStep = Callable[[Status], None]
@@ -124,7 +132,8 @@ def _bar(console: Console, num_steps: int, pace: Pace) -> Iterator[OnStep]:
         TextColumn("{task.fields[left]}", style="dim"),
         TextColumn("{task.fields[peaks]}", style="dim"),
     )
-    with Progress(*columns, console=console, expand=True) as progress:
+    progress = Progress(*columns, console=console, expand=True)
+    with Live(progress, console=console, refresh_per_second=4) as live:
         speed, left = pace.describe()
         task = progress.add_task("train", total=num_steps, loss="-.----", speed=speed, left=left, peaks="")
 
@@ -133,6 +142,7 @@ def _bar(console: Console, num_steps: int, pace: Pace) -> Iterator[OnStep]:
             speed, left = pace.describe()
             peaks = describe_peaks(status.peak_bytes)
             progress.update(task, completed=status.step, loss=f"{status.loss:.4f}", speed=speed, left=left, peaks=peaks)
+            live.update(Group(progress, rank_table(status.ranks, has_colour=not console.no_color)))
 
         yield on_step
 

@@ -4,6 +4,10 @@
 ``config.toml``         all effective values: a recipe that repeats the run
 ``metrics.jsonl``       one line a step, and one an evaluation
 ``ranks/N.json``        what rank N held, after its first step and at the end
+``ranks/N.jsonl``       what each step took on rank N: for ``shardwise report``
+``report.html``         the page of the run
+``tensorboard/``        figures for TensorBoard, if asked for
+``checkpoints/``        the newest states, from which ``shardwise train --resume`` goes on
 ``result.json``         what came out; it is there only when the run has ended
 ======================  ==========================================================================
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +40,16 @@ class RunFolder:
         return self.path / CONFIG_NAME
 
     @property
+    def new_config(self) -> Path:
+        """Those with which the run is to go on, until its state is loaded."""
+        return self.path / f"new-{CONFIG_NAME}"
+
+    def adopt_config(self) -> None:
+        """The state was loaded: the run goes on with the new values, and has no result yet."""
+        os.replace(self.new_config, self.config)
+        self.result.unlink(missing_ok=True)
+
+    @property
     def metrics(self) -> Path:
         """Lines of JSON."""
         return self.path / "metrics.jsonl"
@@ -44,6 +59,11 @@ class RunFolder:
         """What came out."""
         return self.path / "result.json"
 
+    @property
+    def checkpoints(self) -> Path:
+        """States of the training."""
+        return self.path / "checkpoints"
+
     def rank(self, rank: int) -> Path:
         """What one rank held."""
         return self.path / "ranks" / f"{rank}.json"
@@ -52,6 +72,19 @@ class RunFolder:
         """Add one line. It is on its way to the disk when this returns, whatever becomes of the process."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget what comes after a step: the run goes on from there."""
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+        aside = self.metrics.with_name("new-metrics.jsonl")
+        aside.write_text("".join(kept), encoding="utf-8")
+        os.replace(aside, self.metrics)
 
     def write_rank(self, rank: int, values: Mapping[str, Any]) -> None:
         """Keep what a rank held."""
@@ -121,12 +154,35 @@ def make_folder(path: Path, config: str) -> RunFolder:
     folder = RunFolder(path)
     try:
         folder.rank(0).parent.mkdir(parents=True, exist_ok=True)
-        for old in (folder.metrics, folder.result, *folder.rank(0).parent.glob("*.json")):
+        for old in (folder.metrics, folder.result, path / "report.html", *folder.rank(0).parent.glob("*.json*")):
             old.unlink(missing_ok=True)
+        shutil.rmtree(path / "tensorboard", ignore_errors=True)
+        shutil.rmtree(folder.checkpoints, ignore_errors=True)
         folder.config.write_text(config, encoding="utf-8")
     except OSError as error:
         raise _unusable(path, error) from error
     return folder
+
+
+def reopen_folder(path: Path, config: str) -> RunFolder:
+    """The folder of a run that is gone on with, perhaps with other values: they take effect when its state is loaded.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    folder = RunFolder(path)
+    try:
+        folder.new_config.write_text(config, encoding="utf-8")
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return folder
+
+
+def newest_run(parent: Path) -> Path | None:
+    """The run below a folder that has a checkpoint and was written to last, if any has."""
+    found = [folder for folder in parent.glob("*") if (folder / CONFIG_NAME).is_file()]
+    saved = [folder for folder in found if any(folder.glob("checkpoints/[!.]*/manifest.json"))]
+    return max(saved, key=lambda folder: (folder / "checkpoints").stat().st_mtime, default=None)
 
 
 def _unusable(path: Path, error: OSError) -> UsageError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,11 +18,16 @@ from torch import nn
 from torch.optim import AdamW
 
 import shardwise
+from shardwise.api.recording import DEFAULT_TRACE, Recording
 from shardwise.api.shard import Sharded
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.ledger import Kind
+from shardwise.core.records import Phase, StepRecord
 from shardwise.core.sizes import format_bytes
+from shardwise.devices.memory import peak_resident_bytes
 from shardwise.recipes.config import Recipe, TrainConfig
 from shardwise.recipes.progress import Pace, Status, show_progress
+from shardwise.recipes.rank_table import RankStatus
 from shardwise.recipes.run_folder import RunFolder
 from shardwise.recipes.task import Task, make_task
 from shardwise.recipes.usage import (
@@ -30,9 +36,10 @@ from shardwise.recipes.usage import (
     describe_held,
     held_bytes,
     plain_data_parallelism,
-    resident_peak_bytes,
 )
+from shardwise.telemetry.sink import Sink
 
+_log = logging.getLogger("shardwise")
 PLAN_OF_PRECISION: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"},
@@ -66,6 +73,8 @@ class TrainResult:
         items_per_second: Tokens, images or ratings of all ranks, in the training steps.
         ranks: What each rank held and sent.
         plain_ddp: What a rank of plain data parallelism would have held and sent; computed.
+        sample: What the model writes, if it does.
+        checkpoint: Where its last state is, if it was saved.
     """
 
     task: str
@@ -83,6 +92,7 @@ class TrainResult:
     ranks: list[RankUse]
     plain_ddp: ComputedUse
     sample: str = ""
+    checkpoint: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -108,12 +118,43 @@ class Run:
     folder: RunFolder | None
     losses: list[float] = field(default_factory=list)
     sent_bytes: Counter[str] = field(default_factory=Counter)
+    checkpoint: str = ""
+
+    def save(self, *, wait: bool) -> None:
+        """Save all that is needed to go on from here. A disk that is full does not end a training."""
+        config = self.recipe.train
+        if self.folder is None or not config.save_every:
+            return
+        path = self.folder.checkpoints / f"step-{len(self.losses):06}"
+        extra = {"scaler": self.scaler, "losses": self.losses, "sent_bytes": dict(self.sent_bytes)}
+        try:
+            shardwise.save(
+                path, self.model, self.optimizer, extra=extra, step=len(self.losses), wait=wait, overwrite=True,
+                keep_last=config.keep_last,
+            )  # fmt: skip
+        except shardwise.CheckpointError as error:
+            if dist.get_rank() == 0:
+                _log.warning("%s", error)
+            return
+        self.checkpoint = str(path)
+
+    def load(self) -> None:
+        """Go on from the newest checkpoint of the run folder that can be used."""
+        if self.folder is None:
+            return
+        extra = {"scaler": self.scaler}
+        loaded = shardwise.load(self.folder.checkpoints, self.model, self.optimizer, extra=extra, fallback=True)
+        self.losses, self.checkpoint = list(loaded.extra["losses"]), loaded.path
+        self.sent_bytes = Counter(loaded.extra["sent_bytes"])
+        if dist.get_rank() == 0:
+            self.folder.adopt_config()
+            self.folder.drop_metrics_after(loaded.step)
 
     def use(self) -> RankUse:
         """What this rank held and sent so far."""
         ledger = self.sharded.ledger
         held, sent = held_bytes(ledger), dict(self.sent_bytes)
-        return RankUse(dist.get_rank(), held, ledger.peak_bytes, resident_peak_bytes(), sent, len(self.losses))
+        return RankUse(dist.get_rank(), held, ledger.peak_bytes, peak_resident_bytes(), sent, len(self.losses))
 
     def keep(self, **values: float) -> None:
         """Write a line of metrics, on rank 0."""
@@ -126,22 +167,42 @@ class Run:
             self.folder.write_rank(dist.get_rank(), asdict(self.use()))
 
 
-def train(recipe: Recipe, console: Console | None = None, folder: RunFolder | None = None) -> TrainResult:
+def train(
+    recipe: Recipe,
+    console: Console | None = None,
+    folder: RunFolder | None = None,
+    trace: Collection[int] = DEFAULT_TRACE,
+    sinks: Sequence[Sink] = (),
+    *,
+    is_resumed: bool = False,
+) -> TrainResult:
     """Train what a recipe says, on all ranks of the process group.
 
     Args:
         recipe: What is trained, how long and how.
         console: Where this rank shows progress, if anywhere.
         folder: Where metrics go, if anywhere.
+        trace: Steps that are written down in detail.
+        sinks: Who else listens to the records of this rank's steps.
+        is_resumed: Whether to go on from the newest checkpoint of the folder.
     """
     start_seconds = time.monotonic()
     with explaining_memory(None):
         run = _prepare(recipe, folder)
+    if is_resumed:
+        run.load()
+        if trace is DEFAULT_TRACE:
+            trace = [len(run.losses) + step for step in DEFAULT_TRACE]
+    path = None if folder is None else folder.path
+    recording = shardwise.record(run.model, path, sinks=sinks, trace=trace, config=recipe.to_dict(), keep_until=len(run.losses))
     num_parameters = sum(param.numel() for param in run.model.parameters())
     if console is not None:
         console.print(_headline(run, num_parameters), highlight=False, soft_wrap=True)
-    with explaining_memory(run):
-        pace, evaluation = _loop(run, console)
+        if is_resumed:
+            console.print(f"Going on after step {len(run.losses)}, from {run.checkpoint}", highlight=False, soft_wrap=True)
+    with explaining_memory(run), recording:
+        pace, evaluation = _loop(run, recording, console)
+        run.save(wait=True)
         sample = run.task.write_sample(run.model)
     run.keep_use()
     uses: list[Any] = [None] * dist.get_world_size()
@@ -163,6 +224,7 @@ def train(recipe: Recipe, console: Console | None = None, folder: RunFolder | No
         ranks=uses,
         plain_ddp=plain_data_parallelism(uses, run.sharded.plan),
         sample=sample,
+        checkpoint=run.checkpoint,
     )
 
 
@@ -180,16 +242,19 @@ def _prepare(recipe: Recipe, folder: RunFolder | None) -> Run:
     return Run(recipe, task, model, optimizer, sharded, scaler, folder)
 
 
-def _loop(run: Run, console: Console | None) -> tuple[Pace, Evaluation]:
+def _loop(run: Run, recording: Recording, console: Console | None) -> tuple[Pace, Evaluation]:
     """All steps, and an evaluation now and then; returns the last one."""
     config, num_ranks = run.recipe.train, dist.get_world_size()
     pace = Pace(config.steps, num_ranks * run.task.items_per_batch, run.task.item)
     evaluation = Evaluation(math.nan, math.nan)
     with show_progress(console, config.steps, pace) as on_step:
-        for step in range(config.steps):
-            on_step(train_step(run, step))
-            if step == 0:
+        first = len(run.losses)
+        for step in range(first, config.steps):
+            on_step(train_step(run, step, recording))
+            if step == first:
                 run.keep_use()
+            if config.save_every and (step + 1) % config.save_every == 0 and step + 1 < config.steps:
+                run.save(wait=False)
             if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
                 with pace.paused():
                     evaluation = evaluate(run.task, run.model)
@@ -199,7 +264,7 @@ def _loop(run: Run, console: Console | None) -> tuple[Pace, Evaluation]:
     return pace, evaluation
 
 
-def train_step(run: Run, step: int) -> Status:
+def train_step(run: Run, step: int, recording: Recording) -> Status:
     """One step. The position in the data is its number: nothing else says what comes next."""
     config = run.recipe.train
     before = run.sharded.totals.wire_bytes.copy()
@@ -216,10 +281,11 @@ def train_step(run: Run, step: int) -> Status:
     run.optimizer.zero_grad()
     for op, num_bytes in run.sharded.totals.wire_bytes.items():
         run.sent_bytes[op] += num_bytes - before[op]
-    mean_loss, peaks = _tell(loss)
+    recording.log(**{"loss": loss.item(), "norm": norm.item(), run.task.item: run.task.items_per_batch})
+    mean_loss, ranks = _tell(loss, recording.last)
     run.losses.append(mean_loss)
     run.keep(step=step + 1, loss=mean_loss, norm=norm.item(), learning_rate=rate)
-    return Status(step + 1, mean_loss, peaks)
+    return Status(step + 1, mean_loss, ranks)
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
@@ -262,7 +328,7 @@ def explaining_memory(run: Run | None) -> Iterator[None]:
         at = "while the model was made" if run is None else f"in step {len(run.losses) + 1}"
         raise OutOfMemoryError(
             f"out of memory {at} ({str(error).splitlines()[0][:200]}). The largest items of its ledger: {held}; the process has "
-            f"had {format_bytes(resident_peak_bytes())}. Use smaller batches (--set train.batch_size=N), a smaller model, a "
+            f"had {format_bytes(peak_resident_bytes())}. Use smaller batches (--set train.batch_size=N), a smaller model, a "
             "higher --stage, or ranks on more machines."
         ) from error
 
@@ -273,12 +339,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 
-def _tell(loss: torch.Tensor) -> tuple[float, list[int]]:
-    """The mean loss and every rank's peak of memory, on all ranks."""
-    rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
-    rows[dist.get_rank()] = torch.tensor([loss.item(), resident_peak_bytes()], dtype=torch.float64)
+def _tell(loss: torch.Tensor, last: StepRecord | None) -> tuple[float, list[RankStatus]]:
+    """The mean loss and what every rank did, on all ranks: its memory, and its last step that is known."""
+    kinds = list(Kind)
+    held = {} if last is None else {each.kind: each.peak_bytes for each in last.held}
+    sent = 0 if last is None else last.wire_bytes
+    waiting = 0.0 if last is None else last.phases[Phase.COMMUNICATION.value] / (last.seconds or 1.0)
+    mine = [loss.item(), peak_resident_bytes(), sent, waiting, *(held.get(kind.value, 0) for kind in kinds)]
+    rows = torch.zeros(dist.get_world_size(), len(mine), dtype=torch.float64)
+    rows[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(rows)
-    return float(rows[:, 0].mean()), [int(peak) for peak in rows[:, 1].tolist()]
+    ranks = [
+        RankStatus(
+            int(peak), {kind: int(count) for kind, count in zip(kinds, counts, strict=True) if count}, int(sent), waiting
+        )
+        for _, peak, sent, waiting, *counts in rows.tolist()
+    ]
+    return float(rows[:, 0].mean()), ranks
 
 
 def _describe(evaluation: Evaluation) -> str:

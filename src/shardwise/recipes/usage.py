@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.table import Table
 
@@ -66,17 +63,6 @@ def describe_held(held: dict[str, int], limit: int = 4) -> str:
     """The largest items, largest first."""
     largest = sorted(held.items(), key=lambda item: -item[1])[:limit]
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in largest) or "nothing yet"
-
-
-def resident_peak_bytes() -> int:
-    """The most memory that this process ever had."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    # Elsewhere the kernel's own count, which macOS gives in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def plain_data_parallelism(uses: Sequence[RankUse], plan: Plan) -> ComputedUse:

@@ -48,8 +48,10 @@ class Agreement:
         strays = _hash((self._forward.strays, self._backward.strays))
         mine = torch.tensor([*used, *goals, *moments, *strays], dtype=torch.uint8)
         self._executor.gather_log.add("use")
+        self._executor.meter.arrive()
         handle = self._lanes.gather.gather_small(mine, label="the use of parameters")
         self._executor.wait(handle, "use", "")
+        self._executor.meter.tracer.sync()
         rows = mine[None].tolist() if handle.result is None else handle.result.tolist()
         at = len(params)
         return Use(

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import StateKind
+from shardwise.core.rest import Rest, rests_of
 from shardwise.core.unit import FlatSpec, Unit
+from shardwise.devices import torch_private
+from shardwise.devices.host import on_host
 from shardwise.devices.malloc import release_unused
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.executor import UnitState
@@ -27,13 +30,15 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     ledger = Ledger()
     states = []
     initial = materialize(model, units, setup, device) if is_on_meta(model) else Initial()
+    rests = rests_of(units, setup.plan)
     for unit in units:
         # Flat by flat, so that at most one full buffer stands beside the model while it is taken apart.
-        states.append(UnitState(unit, [_make_flat(model, flat, setup, ledger, initial) for flat in unit.flats]))
+        states.append(UnitState(unit, [_make_flat(model, flat, setup, rests[flat.name], initial) for flat in unit.flats]))
+    ledger.add(Kind.BUFFER, _buffer_bytes(model))
     engine = Engine(model, states, setup, ledger)
-    for unit_state in states:
-        for flat_state in unit_state.flats:
-            _adopt_params(model, flat_state, engine)
+    for flat_state in engine.executor.flats:
+        _book(flat_state, ledger)
+        _adopt_params(model, flat_state, engine)
     for old, new in initial.replaced:
         state = state_of(new)
         if state is not None:
@@ -53,16 +58,25 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     return engine
 
 
+def _buffer_bytes(model: nn.Module) -> int:
+    """Memory under the model's buffers. Those without memory of their own, such as stand-ins of other libraries, count for nothing."""
+    keys = {torch_private.storage_key(buffer): buffer for buffer in model.buffers()}
+    return sum(buffer.untyped_storage().nbytes() for key, buffer in keys.items() if key)
+
+
 def _contains(module: str, unit: str) -> bool:
     return module in ("", unit) or unit.startswith(f"{module}.")
 
 
-def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger, initial: Initial) -> FlatState:
+def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, rest: Rest, initial: Initial) -> FlatState:
     plan, lanes = setup.plan, setup.lanes
+    device = model.get_parameter(spec.params[0].name).device
+    is_fetched = StateKind.PARAM in plan.sharded or rest.param is not Tier.DEVICE
+    is_away = rest.master is not Tier.DEVICE
     precision = Precision.of(spec.dtype, plan)
     layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
     bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
-    is_aliased = StateKind.PARAM not in plan.sharded and precision.compute == precision.master
+    is_aliased = not is_fetched and precision.compute == precision.master and not is_away
     is_new = all(param.name in initial.parts for param in spec.params)
     if is_new and StateKind.PARAM in plan.sharded:
         full: torch.Tensor | None = None
@@ -71,18 +85,31 @@ def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, ledger: Ledger, i
         whole = _pack(model, spec, layout.numel, initial)
         if plan.initial == "rank0" and lanes.size > 1 and not is_new:
             lanes.gather.broadcast(whole, 0, label=f"initial values of {spec.name}").wait()
-        full = None if StateKind.PARAM in plan.sharded else whole if is_aliased else whole.to(precision.compute)
+        full = None if is_fetched else whole if is_aliased else whole.to(precision.compute)
         owned = whole[slice(*bounds)]
-        master = owned if is_aliased or owned.numel() == whole.numel() else owned.clone()
-    kind = Kind.PARAM if precision.compute == precision.master else Kind.MASTER
-    ledger.add(kind, master.numel() * master.element_size())
-    if full is not None:
-        resident = full.numel() * full.element_size()
-        ledger.add(Kind.PARAM, resident - (master.numel() * master.element_size() if is_aliased else 0))
+        master = owned if is_aliased or is_away or owned.numel() == whole.numel() else owned.clone()
+    shard = None
+    if is_away:
+        has_copy = is_fetched and rest.param is Tier.DEVICE
+        shard = master.to(device, precision.compute, copy=True) if has_copy else None
+        master = on_host(master, f"parameters of {spec.name}")
     is_owned_whole = StateKind.OPTIM not in plan.sharded or lanes.size == 1
-    state = FlatState(spec, layout, precision, bounds, master, full, is_aliased, is_owned_whole)
+    state = FlatState(
+        spec, layout, precision, bounds, master, full, is_aliased, is_owned_whole, is_fetched, device, rest, shard
+    )
     _detach_originals(model, state)
     return state
+
+
+def _book(flat: FlatState, ledger: Ledger) -> None:
+    """What a buffer holds at rest. Values that are not those of compute, or not where these are, are master weights."""
+    is_copied = flat.shard is not None or (flat.full is not None and not flat.is_aliased)
+    kind = Kind.MASTER if is_copied or flat.precision.compute != flat.precision.master else Kind.PARAM
+    ledger.add(kind, flat.master.nbytes, flat.rest.master)
+    if flat.shard is not None:
+        ledger.add(Kind.PARAM, flat.shard.nbytes)
+    if flat.full is not None:
+        ledger.add(Kind.PARAM, flat.full.nbytes - (flat.master.nbytes if flat.is_aliased else 0))
 
 
 def _pack(model: nn.Module, spec: FlatSpec, numel: int, initial: Initial) -> torch.Tensor:
@@ -101,7 +128,8 @@ def _pack(model: nn.Module, spec: FlatSpec, numel: int, initial: Initial) -> tor
 def _pack_parts(model: nn.Module, spec: FlatSpec, bounds: tuple[int, int], initial: Initial) -> torch.Tensor:
     """Put this rank's parts of new parameters into its shard."""
     first = model.get_parameter(spec.params[0].name)
-    master = torch.zeros(bounds[1] - bounds[0], dtype=spec.dtype, device=first.device)
+    device = next((initial.parts[param.name].device for param in spec.params), first.device)
+    master = torch.zeros(bounds[1] - bounds[0], dtype=spec.dtype, device=device)
     with torch.no_grad():
         for piece in spec.segments(bounds):
             part = initial.parts.pop(piece.param.name)
@@ -112,7 +140,8 @@ def _pack_parts(model: nn.Module, spec: FlatSpec, bounds: tuple[int, int], initi
 
 def _detach_originals(model: nn.Module, state: FlatState) -> None:
     """Point the users' parameters away from their own memory at once, so that it is freed."""
-    placeholder = state.full if state.full is not None else state.master.new_zeros((), dtype=state.precision.compute)
+    nothing = torch.zeros((), dtype=state.precision.compute, device=state.device)
+    placeholder = state.full if state.full is not None else nothing
     for spec in state.spec.params:
         param = model.get_parameter(spec.name)
         param.data = spec.view(placeholder) if state.full is not None else placeholder.expand(spec.shape)
@@ -125,12 +154,12 @@ def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
         spec = piece.param
         compute = model.get_parameter(spec.name)
         is_float = spec.dtype.is_floating_point or spec.dtype.is_complex
-        segment = nn.Parameter(flat.segment_view(piece), requires_grad=is_float)
+        segment = nn.Parameter(flat.resting_segment(piece), requires_grad=is_float)
         state = ParamState(spec, index, flat, engine, compute, list(_places(model, spec.names)), piece, segment)
         flat.params.append(state)
         remember(compute, state)
         remember(segment, state)
-        if flat.has_face(engine.plan):
+        if flat.has_face:
             state.face = Face(state)
             remember(state.face, state)
             state.show_instead(compute, state.face)

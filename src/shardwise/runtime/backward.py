@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from shardwise.core.plan import StateKind
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState
 from shardwise.runtime.forward import Packed
 from shardwise.runtime.grads import RAW_GRAD
 from shardwise.runtime.script import Script
+from shardwise.telemetry.meter import Place
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Pass:
-    """One backward pass of autograd."""
+    """One backward pass of autograd. ``opened``: units that the schedule opens; ``needed``: those whose values were read."""
 
     script: Script
     is_synced: bool
     task: int
     goals: Counter[str]
+    opened: frozenset[str]
+    needed: set[str] = field(default_factory=set)
     missing: dict[str, set[int]] = field(default_factory=dict)
     num_rounds: Counter[str] = field(default_factory=Counter)
     moments: list[Moment] = field(default_factory=list)
@@ -44,7 +47,7 @@ class Backward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._executor = engine.executor
-        self._is_sharded = StateKind.PARAM in engine.plan.sharded
+        self._is_sharded = engine.plan.fetches_params
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
         self._num_rounds: dict[str, Counter[str]] = {}
@@ -59,12 +62,17 @@ class Backward:
     def begin(self) -> _Pass:
         """Take note of a backward pass, at its first sign. Its end is called back by autograd."""
         if self._pass is None:
+            self._engine.meter.move(Place.BACKWARD)
+            self._engine.spent_grads.clear()
+            self._engine.meter.tracer.start_laps()
             entry = self._engine.forward.last_entry
             schedule = self._engine.schedule_of(entry)
-            script = Script(schedule.phase(Point.PRE_BACKWARD) if self._is_sharded else ())
+            opening = schedule.phase(Point.PRE_BACKWARD) if self._is_sharded else ()
+            self._executor.keep(frozenset())
             self._engine.reducer.forget_cleared()
             goals = self._num_rounds.get(entry, Counter())
-            self._pass = _Pass(script, self._engine.is_synced, torch_private.graph_task(), goals)
+            opened = frozenset(each.moment.unit for each in opening)
+            self._pass = _Pass(Script(opening), self._engine.is_synced, torch_private.graph_task(), goals, opened)
             if self._pass.is_synced:
                 self._engine.reducer.begin(schedule.reduced_units)
             torch_private.at_end_of_backward(self._end)
@@ -74,21 +82,38 @@ class Backward:
         """Gradients reach the outputs of a call from outside: its backward pass has begun."""
         self.begin()
 
-    def open(self, units: Sequence[str]) -> None:
-        """Before the differentiation of a call: gather the units that it used."""
+    def expect(self, units: Sequence[str]) -> None:
+        """Before the differentiation of a call: gather the units that it used, but for tables whose values nobody read last time."""
         running = self.begin()
         for unit in units:
-            self.follow(unit)
-            self._executor.acquire(unit)
-            self._leases[unit] += 1
-            running.moments.append(Moment(Point.PRE_BACKWARD, unit))
-            if torch.is_grad_enabled():
-                # The backward builds a graph of its own, which saves views and not places: keep the buffer.
-                self._engine.pin(unit)
+            if unit in running.opened or torch.is_grad_enabled():
+                self._open(unit, running)
 
-    def follow(self, unit: str) -> None:
-        """Keep to the schedule's order of gathers on the way to a unit."""
-        passed, arrived = self.begin().script.arrive(unit)
+    def need(self, unit: str) -> None:
+        """Values of a unit are read: gather it unless it is there, and expect the same in the next pass."""
+        running = self.begin()
+        running.needed.add(unit)
+        if self._executor.units[unit].num_leases == 0:
+            self._open(unit, running)
+
+    def _open(self, unit: str, running: _Pass) -> None:
+        self._follow(unit, running)
+        self._executor.hold(unit)
+        self._leases[unit] += 1
+        running.moments.append(Moment(Point.PRE_BACKWARD, unit))
+        if torch.is_grad_enabled():
+            # The backward builds a graph of its own, which saves views and not places: keep the buffer.
+            running.needed.add(unit)
+            self._engine.pin(unit)
+
+    def recompute(self, unit: str) -> None:
+        """A call inside the pass is about to use a unit: keep to the schedule's order of gathers on the way to it."""
+        running = self.begin()
+        running.needed.add(unit)
+        self._follow(unit, running)
+
+    def _follow(self, unit: str, running: _Pass) -> None:
+        passed, arrived = running.script.arrive(unit)
         self._executor.visit(passed, arrived)
 
     def adopt(self, unit: str) -> None:
@@ -105,10 +130,12 @@ class Backward:
     def restore(self, saved: Packed) -> torch.Tensor:
         """What autograd saved as a place, as a view of the gathered buffer."""
         if saved.flat.full is None:
-            self.open((saved.unit,))
+            self.need(saved.unit)
         elif self._leases[saved.unit] == 0:
-            self._executor.acquire(saved.unit)
+            self._executor.hold(saved.unit)
             self._leases[saved.unit] += 1
+        if self._pass is not None:
+            self._pass.needed.add(saved.unit)
         if torch.is_grad_enabled():
             self._engine.pin(saved.unit)
         if saved.flat.full is None:
@@ -117,20 +144,23 @@ class Backward:
 
     def take_grad(self, state: ParamState) -> None:
         """A parameter's gradient is ready: move it into the flat local gradients; reduce the unit when it is complete."""
-        running = self.begin()
-        grad = RAW_GRAD.__get__(state.compute)
-        if grad is None:
-            return
-        RAW_GRAD.__set__(state.compute, None)
-        running.num_grads += 1
-        with torch.no_grad():
-            self._engine.reducer.accumulate(state, grad, self._engine.weight)
+        if torch.is_grad_enabled():  # The backward builds a graph, which gradients that are taken out of it are no part of.
+            with torch.no_grad():
+                return self.take_grad(state)
+        running = self._pass or self.begin()
         unit = state.flat.spec.unit
         missing = running.missing.get(unit)
-        if not missing:
-            flats = self._executor.units[unit].flats
-            missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
-            running.missing[unit] = missing
+        with torch_private.without_torch_function():
+            grad = RAW_GRAD.__get__(state.compute)
+            if grad is None:
+                return None
+            RAW_GRAD.__set__(state.compute, None)
+            if not missing:
+                flats = self._executor.units[unit].flats
+                missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
+                running.missing[unit] = missing
+        running.num_grads += 1
+        self._engine.reducer.accumulate(state, grad, self._engine.weight)
         missing.discard(id(state))
         if not missing:
             self._finish_round(unit, running)
@@ -144,6 +174,7 @@ class Backward:
             self._leases[unit] -= 1
             self._executor.release(unit)
         running.num_rounds[unit] += 1
+        self._engine.meter.tracer.lap("backward", unit)
         is_nested = torch_private.graph_task() != running.task
         if running.num_rounds[unit] != (running.goals[unit] or (0 if is_nested else 1)):
             return
@@ -154,22 +185,45 @@ class Backward:
     def _end(self) -> None:
         """The pass has ended: catch up on gathers, give leases back, and bring the gradients together."""
         running, self._pass = self._pass, None
-        if running is None:
-            return
+        if running is not None:
+            self._bring_together(running)
+            self._engine.meter.move(Place.AFTER_BACKWARD)
+
+    def _bring_together(self, running: _Pass) -> None:
         self._executor.visit(running.script.finish(), None)
         self.strays = tuple(running.script.strays)
         self.release_all()
         if running.num_grads == 0:
             return
         self._num_rounds[self._engine.forward.last_entry] = running.num_rounds
-        reduced = {moment.unit for moment in running.moments if moment.point is Point.POST_BACKWARD}
-        late = [name for name in self._executor.units if name not in reduced and self._engine.reducer.has_pending(name)]
-        self.moments = (*running.moments, *(Moment(Point.POST_BACKWARD, name) for name in reversed(late)))
+        self.moments = self._moments_of(running)
         if running.is_synced:
             self._engine.reducer.finish_order()
             self._engine.synchronize()
         else:
             self._engine.reducer.announce()
+
+    def _moments_of(self, running: _Pass) -> tuple[Moment, ...]:
+        """What the next pass can go by: without the opening of tables that nobody read.
+
+        What other modules read depends on the way that a rank goes: a linear layer needs its weights unless it comes first. Such
+        units are opened in any case, so that ranks which go different ways issue the same gathers.
+        """
+        moments = running.moments
+        if self._engine.plan.unused != "zero":
+            moments = [
+                m
+                for m in moments
+                if m.unit in running.needed or m.point is not Point.PRE_BACKWARD or not self._is_table(m.unit)
+            ]
+        reduced = {moment.unit for moment in moments if moment.point is Point.POST_BACKWARD}
+        late = [name for name in self._executor.units if name not in reduced and self._engine.reducer.has_pending(name)]
+        return (*moments, *(Moment(Point.POST_BACKWARD, name) for name in reversed(late)))
+
+    def _is_table(self, unit: str) -> bool:
+        """Whether a unit holds nothing but tables of embeddings, which are differentiated without their values."""
+        params = (param for flat in self._executor.units[unit].flats for param in flat.params)
+        return all(isinstance(module, nn.Embedding | nn.EmbeddingBag) for param in params for module, _ in param.places)
 
     def release_all(self) -> None:
         """Give all leases of backward passes back."""

@@ -13,7 +13,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import FlatState, ParamState, forget
 from shardwise.runtime.grads import RAW_GRAD, make_plain
 from shardwise.runtime.opened import Opened
-from shardwise.runtime.optimizer import states_of
+from shardwise.runtime.optimizer import is_per_element, states_of
 from shardwise.runtime.registry import unregister
 from shardwise.wire.comm import gather_bytes
 
@@ -55,7 +55,7 @@ def _restore_state(optimizer: Optimizer, engine: Engine) -> None:
         if state.host is not engine:
             continue
         held = optimizer.state.pop(state.segment, {})
-        full = held if state.flat.is_owned_whole else _gather_state(held, state, engine)
+        full = _on_device(held, state) if state.flat.is_owned_whole else _gather_state(held, state, engine)
         if full:
             optimizer.state[state.compute] = full
         for group in optimizer.param_groups:
@@ -80,18 +80,22 @@ def _gather_state(held: dict[str, Any], state: ParamState, engine: Engine) -> di
         if facts["kind"] == "elements":
             full[key] = _gather_elements(held.get(key), dtype, state, engine, label)
         else:
-            value = held[key].clone() if key in held else torch.empty(facts["shape"], dtype=dtype, device=state.segment.device)
-            line = value.reshape(-1).to(state.segment.device)
+            value = held[key].clone() if key in held else torch.empty(facts["shape"], dtype=dtype, device=engine.device)
+            line = value.reshape(-1).to(engine.device)
             engine.executor.wait(comm.broadcast(line, owners[0], label=label), "gather", state.flat.spec.unit)
             full[key] = line.view(facts["shape"]).to(facts["device"])
     return full
 
 
+def _on_device(held: dict[str, Any], state: ParamState) -> dict[str, Any]:
+    """State that rested elsewhere, where the parameter is."""
+    return {key: value.to(state.flat.device) if is_per_element(key, value, state) else value for key, value in held.items()}
+
+
 def _describe(key: str, value: Any, state: ParamState) -> dict[str, Any]:
     if not isinstance(value, torch.Tensor):
         return {"kind": "plain", "value": value}
-    is_per_element = value.shape == state.segment.shape and key != "step"
-    kind = "elements" if is_per_element else "tensor"
+    kind = "elements" if is_per_element(key, value, state) else "tensor"
     shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
     return {"kind": kind, "shape": shape, "dtype": dtype, "device": value.device.type}
 
@@ -102,7 +106,7 @@ def _gather_elements(
     comm, layout, spec = engine.lanes.gather, state.flat.layout, state.spec
     cuts = [min(max(cut, spec.offset), spec.stop) - spec.offset for cut in layout.cuts]
     cuts[-1] = spec.numel
-    line = torch.zeros(spec.numel, dtype=dtype, device=state.segment.device)
+    line = torch.zeros(spec.numel, dtype=dtype, device=engine.device)
     if part is not None and state.piece.numel:
         target = line[state.piece.start - spec.offset : state.piece.stop - spec.offset]
         view = line.as_strided(spec.shape, spec.stride) if state.piece.is_whole else target

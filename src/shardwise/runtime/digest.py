@@ -47,8 +47,7 @@ class Digest:
 
 def live_flats(executor: Executor) -> list[FlatState]:
     """Buffers with reduced gradients, in the order of the units: the same on all ranks."""
-    flats = [flat for unit in executor.units.values() for flat in unit.flats]
-    return [flat for flat in flats if any(_is_reduced(state.segment.grad) for state in flat.params)]
+    return [flat for flat in executor.flats if any(_is_reduced(state.segment.grad) for state in flat.params)]
 
 
 def _is_reduced(held: torch.Tensor | None) -> bool:
@@ -84,7 +83,7 @@ def summarize(
 def _gather_integers(
     buffer: torch.Tensor, cuts: Sequence[int], comm: Comm, executor: Executor, flats: Sequence[FlatState]
 ) -> torch.Tensor:
-    on_device = buffer.to(flats[0].master.device)
+    on_device = buffer.to(flats[0].device)
     executor.gather_log.add("digest")
     handle = comm.all_gather(on_device, cuts, label="the digest of gradients")
     executor.wait(handle, "digest", "")
@@ -126,10 +125,9 @@ def _rows_of(parts: Sequence[_Part]) -> list[torch.Tensor]:
 
 def _local_part(flat: FlatState, rank: int, power: float, squares: torch.Tensor | None) -> _Part:
     segments = _segments_on(flat, rank)
-    counts = torch.zeros((len(segments), _NUM_COUNTS), dtype=torch.int64, device=flat.master.device)
     if not segments:
-        sums = torch.zeros(0, dtype=exact.accumulation_dtype(flat.precision.reduce), device=flat.master.device)
-        return _Part(sums, [], counts)
+        sums = torch.zeros(0, dtype=exact.accumulation_dtype(flat.precision.reduce), device=flat.device)
+        return _Part(sums, [], torch.zeros((0, _NUM_COUNTS), dtype=torch.int64, device=flat.device))
     low = segments[0][1]
     high = align(segments[-1][2] - low) + low
     lengths = [align(stop - start) // ALIGNMENT for _, start, stop in segments]
@@ -138,9 +136,11 @@ def _local_part(flat: FlatState, rank: int, power: float, squares: torch.Tensor 
         sums = squares[first // ALIGNMENT : (first + high - low) // ALIGNMENT]
     else:
         sums = exact.block_sums(_owned_values(flat, low, high), power)
+    counts = torch.zeros((len(segments), _NUM_COUNTS), dtype=torch.int64, device=sums.device)
     finite = torch.isfinite(sums)
     if not bool(finite.all()):
-        bad = _owned_values(flat, low, high).view(-1, ALIGNMENT)[~finite]
+        values = _owned_values(flat, low, high)
+        bad = values.view(-1, ALIGNMENT)[~finite.to(values.device)].to(sums.device)
         keys = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(lengths)).to(sums.device)
         per_block = torch.stack([(~torch.isfinite(bad)).sum(1), torch.isnan(bad).sum(1)], 1)
         # The third count is of blocks that overflow though their values are finite: the norm is infinite, as torch's would be.
@@ -158,7 +158,7 @@ def _owned_values(flat: FlatState, low: int, high: int) -> torch.Tensor:
         (buffer,) = buffers.values()
         if buffer is not None:
             return buffer.values[low - buffer.start : high - buffer.start]
-    values = flat.master.new_zeros(high - low, dtype=flat.precision.reduce)
+    values = torch.zeros(high - low, dtype=flat.precision.reduce, device=flat.grad_device)
     for state, face in zip(flat.params, held, strict=True):
         if isinstance(face, GradFace) and face.buffer is not None:
             start, stop = max(low, state.spec.offset), min(high, state.spec.stop)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.core.errors import NonFiniteError, UsageError
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan
+from shardwise.core.records import Process
 from shardwise.core.schedule import Schedule, build_schedule
 from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
 from shardwise.core.unit import ROOT, Unit
-from shardwise.devices import torch_private
+from shardwise.devices import memory, torch_private
 from shardwise.runtime import digest
+from shardwise.runtime.activations import HostRoom
 from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
@@ -31,6 +34,7 @@ from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
 from shardwise.runtime.reducer import Reducer
+from shardwise.telemetry.meter import Meter, Place
 from shardwise.wire.comm import Lanes
 
 _log = logging.getLogger("shardwise")
@@ -59,20 +63,26 @@ class Engine:
         self.lanes = lanes
         self.ledger = ledger
         self.modules = dict(model.named_modules())
-        self.executor = Executor(units, plan, lanes, ledger)
+        self.device = units[0].flats[0].device
+        self.meter = Meter(lanes.rank, ledger, self._look_at_process, lambda: memory.allocated_bytes(self.device))
+        self.executor = Executor(units, plan, lanes, self.meter, ledger)
         self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)
+        self.activations = HostRoom(self.executor) if plan.activations == Tier.HOST.value else None
         self.forward = Forward(self)
         self.backward = Backward(self)
         self.agreement = Agreement(self.executor, self.reducer, self.forward, self.backward)
         self.digest = digest.Digest()
         self.weight = 1.0 / lanes.size
         self.is_synced = True
+        self.num_updates = 0
         self.num_nonfinite_steps = 0
+        self.spent_grads: set[int] = set()
+        """Parameters, by the identity of their state, whose gradients an update has used: they belong to no step under way."""
         self.handles: list[Any] = []
         self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
-        self._num_skipped_in_a_row = 0
+        self.num_skipped_in_a_row = 0
         self._nonfinite: dict[int, bool] = {}
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
@@ -88,7 +98,11 @@ class Engine:
     @property
     def params(self) -> list[ParamState]:
         """All parameters, unit by unit."""
-        return [param for unit in self.executor.units.values() for flat in unit.flats for param in flat.params]
+        return [param for flat in self.executor.flats for param in flat.params]
+
+    def _look_at_process(self) -> Process:
+        allocated, resident = memory.allocated_bytes(self.device), memory.resident_bytes()
+        return Process(allocated, resident, memory.peak_resident_bytes())
 
     # What happens at each moment
 
@@ -168,7 +182,7 @@ class Engine:
         if id(state) not in self._hooked:
             if not state.compute.requires_grad:
                 state.compute.requires_grad_(True)
-            handle = state.compute.register_post_accumulate_grad_hook(_TakeGrad(self, state))
+            handle = state.compute.register_post_accumulate_grad_hook(_TakeGrad(self.backward, state))
             self._hooked[id(state)] = handle.id
             self.handles.append(handle)
         hooks: Any = state.compute._post_accumulate_grad_hooks
@@ -223,15 +237,16 @@ class Engine:
         if self.forward.is_open:
             if unit.num_leases == 0:
                 self.forward.read_on_demand(unit.unit.name)
+            self.executor.show(unit.unit.name)
             return state.compute
         if torch_private.graph_task() != -1:
-            if unit.num_leases == 0:
-                self.backward.open((unit.unit.name,))
+            self.backward.need(unit.unit.name)
+            self.executor.show(unit.unit.name)
             return state.compute
         if state.opened is not None:
             return state.opened
         if state.flat.is_owned_whole:
-            return state.spec.view(state.flat.master)
+            return state.spec.view(state.flat.master.to(self.device))
         raise not_gathered(state)
 
     def write(self, state: ParamState, values: torch.Tensor) -> None:
@@ -243,6 +258,7 @@ class Engine:
             if state.piece.numel:
                 target = state.flat.segment_view(state.piece)
                 target.copy_(slice_of(values, state, target))
+                state.flat.publish()
             if state.flat.full is not None:
                 state.spec.view(state.flat.full).copy_(values)
 
@@ -270,7 +286,7 @@ class Engine:
         held = state.segment.grad
         if isinstance(held, GradFace) and held.factor is not None:
             norm *= abs(float(held.factor))
-        return torch.tensor(norm, dtype=state.spec.dtype.to_real(), device=state.flat.master.device)
+        return torch.tensor(norm, dtype=state.spec.dtype.to_real(), device=self.device)
 
     def grads_changed(self) -> None:
         """Norms must be computed anew when they are asked for."""
@@ -294,13 +310,17 @@ class Engine:
         used_somewhere = {id(state) for state, ranks in use.ranks_of if ranks}
         squares = self.reducer.install(lambda state: id(state) in used_somewhere)
         self.agreement.compare_order()
-        self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0, squares)})
-        self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
+        self.draw_digest(squares)
         self.reducer.is_steady = use.is_same_trace
         if use.is_same_trace:
             self._adopt_trace()
         self.executor.gather_log.reset()
         self.executor.reduce_log.reset()
+
+    def draw_digest(self, squares: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
+        """Sum up the reduced gradients on all ranks, and note which are not finite. A collective."""
+        self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0, squares)})
+        self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
 
     def _adopt_trace(self) -> None:
         """All ranks saw the same moments: take them as the order of the next steps."""
@@ -316,51 +336,61 @@ class Engine:
 
     def before_update(self) -> bool:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
+        self.meter.move(Place.UPDATE)
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
         self.settle()
         if self.backward.is_running:
             self.recover()
+        self.backward.release_all()  # What was kept after a forward whose backward has not come would be stale.
         if any(self.reducer.has_pending(name) for name in self.executor.units):
             self.reducer.forget_cleared()
             self.synchronize()
         self.executor.before_change()
         bad = [state.spec.name for state in self.params if self.has_nonfinite(state) and state.segment.grad is not None]
         if not bad or self.plan.nonfinite == "keep":
-            self._num_skipped_in_a_row = 0
+            self.num_skipped_in_a_row = 0
             return True
         found = f"The gradient of '{bad[0]}' and of {len(bad) - 1} more holds inf or nan"
         if self.plan.nonfinite == "raise":
             raise NonFiniteError(f"{found}. No state was changed. Lower the learning rate, clip, or look at this batch.")
         self.num_nonfinite_steps += 1
-        self._num_skipped_in_a_row += 1
-        if self._num_skipped_in_a_row >= NONFINITE_LIMIT:
-            raise NonFiniteError(f"{found}, for the {self._num_skipped_in_a_row}th step in a row. Training has diverged.")
+        self.num_skipped_in_a_row += 1
+        if self.num_skipped_in_a_row >= NONFINITE_LIMIT:
+            raise NonFiniteError(f"{found}, for the {self.num_skipped_in_a_row}th step in a row. Training has diverged.")
         if self.lanes.rank == 0:
             _log.warning("%s: step skipped on all ranks (%d so far).", found, self.num_nonfinite_steps)
         return False
 
-    def after_update(self, updated: Iterable[str], optim_bytes: int) -> None:
+    def after_update(self, updated: Sequence[str], optim_bytes: Mapping[str, int]) -> None:
         """Values have changed: refresh what is resident, and end the step."""
         for unit in self._pinned:
             self.executor.release(unit)
         self._pinned.clear()
+        self.num_updates += bool(updated)
         self.executor.refresh(updated)
         self.executor.trim()
-        self.ledger.set(Kind.OPTIM, optim_bytes)
+        self.book_optimizer(optim_bytes)
+        self.meter.commit()
+
+    def book_optimizer(self, optim_bytes: Mapping[str, int]) -> None:
+        """Note what the optimizer's state takes, by the type of the device that it is on."""
+        for tier, kind in ((Tier.DEVICE, self.device.type), (Tier.HOST, "cpu")):
+            if tier is Tier.DEVICE or self.device.type != "cpu":
+                self.ledger.set(Kind.OPTIM, optim_bytes.get(kind, 0), tier)
 
 
 class _TakeGrad:
     """A hook on a user's parameter. It keeps nothing alive: cycles through tensors are never freed."""
 
-    def __init__(self, engine: Engine, state: ParamState) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, backward: Backward, state: ParamState) -> None:
+        self._backward = weakref.ref(backward)
         self._state = weakref.ref(state)
 
     def __call__(self, param: torch.Tensor) -> None:
-        engine, state = self._engine(), self._state()
-        if engine is not None and state is not None:
-            engine.backward.take_grad(state)
+        backward, state = self._backward(), self._state()
+        if backward is not None and state is not None:
+            backward.take_grad(state)
 
 
 def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> torch.Tensor:

@@ -100,12 +100,12 @@ def _add_floats(sums: torch.Tensor, pieces: torch.Tensor, runs: torch.Tensor, ro
     """Half a window at a time, in float64: 24 bits, 8 of exponent and 20 of count fit into its 53, so every order is exact."""
     form = _FORMATS[torch.float32]
     half_bits = _WINDOW_BITS - 1
-    halves = ((sums.view(torch.int32) >> 23) + 23) >> half_bits
+    halves = sums.view(torch.int32).bitwise_right_shift(23).add_(23).bitwise_right_shift_(half_bits)
     for half in torch.bincount(halves, minlength=1).nonzero().flatten().tolist():
         chosen = torch.where(torch.eq(halves, half), sums, 0.0).to(torch.float64)
         totals = torch.segment_reduce(chosen, "sum", lengths=pieces, unsafe=True)
         unit = 2.0 ** (form.mantissa_bits - form.lowest_exponent - (half << half_bits))
-        digits = torch.mul(totals, unit).to(torch.int64) << ((half & 1) << half_bits)
+        digits = torch.mul(totals, unit).to(torch.int64).bitwise_left_shift_((half & 1) << half_bits)
         rows[:, half >> 1].index_add_(0, runs, digits)
 
 

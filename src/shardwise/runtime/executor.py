@@ -13,17 +13,20 @@ import torch
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.events import Event, Totals
-from shardwise.core.ledger import Kind, Ledger
-from shardwise.core.plan import Plan, StateKind
+from shardwise.core.ledger import Kind, Ledger, Tier
+from shardwise.core.plan import Plan
 from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
-from shardwise.devices import torch_private
+from shardwise.devices import memory, torch_private
 from shardwise.devices.pool import Pool
 from shardwise.runtime.flat import FlatState, lies_at
 from shardwise.runtime.parameter import bring_values, point_away, point_to
+from shardwise.telemetry.meter import Meter
 from shardwise.wire.comm import Handle, Lanes, Receipt, Room, put_in_place
 
 _LOG_LIMIT = 4096
+_MOST_OFFERED = 64
+"""Receipts of gathers that are kept before anyone asks whether the oldest were read."""
 PASSED_LIMIT = 2
 """Units that stay gathered for a while after this rank has passed them over."""
 
@@ -38,12 +41,13 @@ class Residency(Enum):
 
 @dataclass(eq=False)
 class UnitState:
-    """One unit on one rank. It stays gathered while anyone holds a lease."""
+    """One unit on one rank. It stays gathered while anyone holds a lease; its parameters are shown if one of them needs that."""
 
     unit: Unit
     flats: list[FlatState]
     residency: Residency = Residency.RELEASED
     num_leases: int = 0
+    is_shown: bool = False
     handles: list[Handle] = field(default_factory=list)
     receipts: list[Receipt] = field(default_factory=list)
 
@@ -75,19 +79,26 @@ class OpLog:
 class Executor:
     """Gathers and releases units of one model on one rank."""
 
-    def __init__(self, units: Iterable[UnitState], plan: Plan, lanes: Lanes, ledger: Ledger) -> None:
+    def __init__(self, units: Iterable[UnitState], plan: Plan, lanes: Lanes, meter: Meter, ledger: Ledger) -> None:
         self.units = {state.unit.name: state for state in units}
         self.plan = plan
         self.lanes = lanes
+        self.meter = meter
         self.ledger = ledger
-        self.pool = Pool(ledger)
+        self.pool = Pool(ledger, self.flats[0].device)
         self.totals = Totals()
         self.gather_log = OpLog()
         self.reduce_log = OpLog()
-        self._is_sharded = StateKind.PARAM in plan.sharded
+        self._kept: frozenset[str] = frozenset()
         self._passed: deque[str] = deque()
         self._lingering: list[tuple[Handle, torch.Tensor, Kind]] = []
         self._offered: deque[Receipt] = deque()
+        self.is_lean = self.flats[0].device.type != "cpu"
+        """Whether memory goes before time: on an accelerator, what is gathered ahead waits while a reduction holds memory."""
+        self.is_reducing = False
+        self._postponed: list[str] = []
+        self._foreign_bytes: int | None = None
+        """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
         self._memory: dict[int, tuple[UnitState, FlatState]] = {}
         """To which unit a gathered buffer belongs, by the key of its storage."""
 
@@ -96,11 +107,14 @@ class Executor:
         state = self.units[name]
         if state.residency is not Residency.RELEASED:
             return
+        if self._postponed:
+            self.gather_postponed()  # All ranks gather in one order.
+            return self.gather(name)
         state.move(Residency.RELEASED, Residency.GATHERING)
-        if not self._is_sharded:
-            return
-        self.gather_log.add(f"gather {name}")
-        for flat in state.flats:
+        fetched = [flat for flat in state.flats if flat.is_fetched]
+        if any(not flat.is_fetched_alone for flat in fetched):
+            self.gather_log.add(f"gather {name}")
+        for flat in fetched:
             handle = self.fill(flat, partial(self._find_room, state, flat), f"parameters of '{state.unit.label}'")
             state.handles.append(handle)
             state.receipts.append(handle.receipt)
@@ -114,19 +128,28 @@ class Executor:
 
     def fill(self, flat: FlatState, room: Room, label: str) -> Handle:
         """Begin to bring all ranks' shards into the full buffer of a flat."""
+        if flat.is_fetched_alone:
+            room().copy_(flat.source)
+            return Handle("copy")
         if flat.is_aliased:
             return self.lanes.gather.all_gather(room(), flat.layout.cuts, label=label)
-        if flat.precision.compute == flat.precision.master:
-            handle = self.lanes.gather.gather_parts(flat.master, flat.layout.cuts, room, label=label)
+        if flat.is_offered:
+            handle = self.lanes.gather.gather_parts(flat.source, flat.layout.cuts, room, label=label)
             self._offered.append(handle.receipt)
-            while self._offered and self._offered[0].is_read:
+            while len(self._offered) > _MOST_OFFERED and self._offered[0].is_read:
                 self._offered.popleft()
             return handle
-        full = put_in_place(flat.master, flat.layout.cuts, room, self.lanes.rank)
+        full = put_in_place(flat.source, flat.layout.cuts, room, self.lanes.rank)
         return self.lanes.gather.all_gather(full, flat.layout.cuts, label=label)
 
     def acquire(self, name: str) -> None:
-        """Hold a unit gathered: its compute parameters stand in the modules and have their values."""
+        """Hold a unit gathered, and its compute parameters in the modules."""
+        self.hold(name)
+        self.show(name)
+
+    def hold(self, name: str) -> None:
+        """Hold a unit gathered: its values are in their buffers, and none of its parameters is touched."""
+        self.note_activations()
         self.gather(name)
         state = self.units[name]
         if state.residency is Residency.GATHERING:
@@ -134,19 +157,28 @@ class Executor:
                 self.wait(handle, "gather", name)
             state.handles.clear()
             state.move(Residency.GATHERING, Residency.GATHERED)
-            with torch.inference_mode(False):  # Views that are made in inference could not be trained later.
-                for flat in state.flats:
-                    if self._is_sharded and flat.full is not None:
-                        point_to(flat, flat.full)
-        if state.num_leases == 0:
-            self._bring_back(state)
-            self._show(state)
         state.num_leases += 1
+
+    def show(self, name: str) -> None:
+        """Let the compute parameters of a unit that is held have their values, and stand in the modules."""
+        state = self.units[name]
+        if state.is_shown:
+            return
+        state.is_shown = True
+        with torch.inference_mode(False):  # Views that are made in inference could not be trained later.
+            for flat in state.flats:
+                if flat.is_fetched and flat.full is not None:
+                    point_to(flat, flat.full)
+        self._bring_back(state)
+        with torch_private.without_torch_function():
+            for flat in state.flats:
+                for param in flat.params:
+                    param.show_instead(param.resting, param.compute)
 
     def _bring_back(self, state: UnitState) -> None:
         """A module that casts its weights in its own forward has put a copy under them, which updates would not reach."""
         for flat in state.flats:
-            if flat.full is not None and not self._is_sharded and not flat.is_aliased:
+            if flat.full is not None and not flat.is_fetched and not flat.is_aliased:
                 for param in flat.params:
                     if not lies_at(param.compute, flat.full, param.spec.offset):
                         bring_values(param, flat.full)
@@ -159,27 +191,42 @@ class Executor:
         state.num_leases -= 1
         self.drop(name)
 
+    def keep(self, names: frozenset[str]) -> None:
+        """Let the buffers of these units stay when the last lease ends, and of no others. They are looked at when next dropped."""
+        self._kept = names
+
     def drop(self, name: str) -> None:
-        """Free the buffers of a unit that nobody holds."""
+        """Take a unit that nobody holds out of the modules, and free its buffers unless they are kept."""
         state = self.units[name]
         if state.num_leases or state.residency is Residency.RELEASED:
             return
+        self._hide(state)
+        if name not in self._kept:
+            self._free(name, state)
+
+    def _hide(self, state: UnitState) -> None:
+        if not state.is_shown:
+            return
+        state.is_shown = False
+        with torch_private.without_torch_function():
+            for flat in state.flats:
+                for param in flat.params:
+                    param.show_instead(param.compute, param.resting)
+                if flat.is_fetched and flat.full is not None:
+                    point_away(flat)
+
+    def _free(self, name: str, state: UnitState) -> None:
         for handle in state.handles:
             self.record("gather", name, handle, handle.cancel())
         state.handles.clear()
+        if any(not flat.is_offered for flat in state.flats):
+            self.wait_until_read(state.receipts)  # Peers read these buffers, and not the values at rest.
+        state.receipts.clear()
         for flat in state.flats:
-            if flat.precision.compute != flat.precision.master:
-                for receipt in state.receipts:  # Peers read these buffers, and not the values at rest.
-                    receipt.wait()
-            with torch_private.without_torch_function():
-                for param in flat.params:
-                    param.show_instead(param.compute, param.resting)
-            if self._is_sharded and flat.full is not None:
+            if flat.is_fetched and flat.full is not None:
                 self._memory.pop(torch_private.storage_key(flat.full), None)
-                point_away(flat)
                 buffer, flat.full = flat.full, None
                 self._give(flat, buffer)
-        state.receipts.clear()
         state.residency = Residency.RELEASED
 
     def _take(self, flat: FlatState) -> torch.Tensor:
@@ -187,7 +234,7 @@ class Executor:
         if buffer is not None and buffer.dtype == flat.precision.compute:
             self.ledger.add(Kind.GATHERED, buffer.numel() * buffer.element_size())
             return buffer
-        return self.pool.take(flat.layout.numel, flat.precision.compute, flat.master.device, Kind.GATHERED)
+        return self.pool.take(flat.layout.numel, flat.precision.compute, flat.device, Kind.GATHERED)
 
     def _give(self, flat: FlatState, buffer: torch.Tensor) -> None:
         """Hand a buffer back; if someone holds a view of it, it waits for this flat, so that the view is right when it is read."""
@@ -213,40 +260,52 @@ class Executor:
             else:
                 self._lingering.append((handle, buffer, kind))
 
+    @property
+    def flats(self) -> list[FlatState]:
+        """All flat buffers, unit by unit: the same order on all ranks."""
+        return [flat for unit in self.units.values() for flat in unit.flats]
+
     def before_change(self) -> None:
         """Values at rest are about to be changed: no peer may still be reading them, nor be about to."""
-        for name, state in self.units.items():
-            if state.residency is Residency.GATHERING:
-                self.drop(name)  # Gathered ahead in a step that failed.
+        self.keep(frozenset())
+        if self.plan.fetches_params:
+            self.drop_idle()  # Gathered ahead in a step that failed, or kept for a backward that did not come.
         offered, self._offered = self._offered, deque()
-        for receipt in offered:
-            receipt.wait()
+        self.wait_until_read(offered)
+
+    def note_activations(self) -> None:
+        """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way."""
+        if not self.is_lean or not self.meter.is_on:
+            return
+        held = self.ledger.live_on(Tier.DEVICE) - self.ledger.live(Kind.ACTIVATION)
+        others = memory.allocated_bytes(self.flats[0].device) - held
+        if self._foreign_bytes is None:
+            self._foreign_bytes = others
+        self.ledger.set(Kind.ACTIVATION, max(0, others - self._foreign_bytes))
 
     def trim(self) -> None:
         """Free what nobody needs: also what was shared when it was released, perhaps with a collective that was just ending."""
         self.sweep()
         self.pool.end_step()
+        if self.is_lean:
+            self.ledger.set(Kind.ACTIVATION, 0)
         for state in self.units.values():
             for flat in state.flats:
                 if flat.reserved is not None and not torch_private.is_shared(flat.reserved):
                     flat.reserved = None
 
-    def _show(self, state: UnitState) -> None:
-        with torch_private.without_torch_function():
-            for flat in state.flats:
-                for param in flat.params:
-                    param.show_instead(param.resting, param.compute)
-
-    def visit(self, entries: Sequence[Entry], arrived: Entry | None) -> None:
+    def visit(self, entries: Sequence[Entry], arrived: Entry | None, spared: frozenset[str] = frozenset()) -> None:
         """Do the gathers of entries that this rank passed over, and begin those of the one it arrived at.
 
         The order of gathers is the schedule's: a rank that skips a unit takes part in its gather all the same. The last few are
-        kept for a while: a rank that comes to them later needs no further gather, in which it would be alone.
+        kept for a while: a rank that comes to them later needs no further gather, in which it would be alone. Those that are
+        ``spared`` stay until all that is idle is dropped.
         """
         for entry in entries:
             self._begin_gathers(entry)
             self.gather(entry.moment.unit)
-            self._passed.append(entry.moment.unit)
+            if entry.moment.unit not in spared:
+                self._passed.append(entry.moment.unit)
             while len(self._passed) > PASSED_LIMIT:
                 self.drop(self._passed.popleft())
         if arrived is not None:
@@ -255,10 +314,23 @@ class Executor:
     def _begin_gathers(self, entry: Entry) -> None:
         for op in entry.ops:
             if op.verb is Verb.GATHER:
-                self.gather(op.unit)
+                if self.is_reducing and op.unit != entry.moment.unit:
+                    # One that is there needs no gather now, and must not get one later: other ranks make none.
+                    if self.units[op.unit].residency is Residency.RELEASED and op.unit not in self._postponed:
+                        self._postponed.append(op.unit)
+                else:
+                    self.gather(op.unit)
+
+    def gather_postponed(self) -> None:
+        """Begin the gathers that waited for a reduction to end."""
+        postponed, self._postponed = self._postponed, []
+        for name in postponed:
+            self.gather(name)
 
     def drop_idle(self) -> None:
         """Free units that were gathered ahead, or passed over, and not used."""
+        if self._postponed:
+            self.gather_postponed()
         self._passed.clear()
         for name in self.units:
             self.drop(name)
@@ -267,19 +339,18 @@ class Executor:
         """The unit in whose gathered buffer a tensor lies."""
         return self._memory.get(torch_private.storage_key(tensor)) if self._memory else None
 
-    def refresh(self, names: Iterable[str]) -> None:
+    def refresh(self, names: Iterable[str], *, with_frozen: bool = False) -> None:
         """Bring updated shards into the full buffers that stay resident (stages 0 to 2)."""
-        if self._is_sharded:
-            return
         pending: list[tuple[str, Handle]] = []
         for name in names:
             for flat in self.units[name].flats:
-                if flat.spec.trainable or any(param.compute.requires_grad for param in flat.params):
+                if flat.is_fetched:
+                    continue
+                if with_frozen or flat.spec.trainable or any(param.compute.requires_grad for param in flat.params):
                     pending.append((name, self._refill(name, flat)))
         for name, handle in pending:
             self.wait(handle, "gather", name)
-        for _, handle in pending:
-            handle.receipt.wait()
+        self.wait_until_read(handle.receipt for _, handle in pending)
 
     def _refill(self, name: str, flat: FlatState) -> Handle:
         if flat.is_owned_whole:
@@ -296,11 +367,32 @@ class Executor:
 
     def record(self, op: str, name: str, handle: Handle, waited_seconds: float) -> None:
         """Count a collective that was waited for. A world of one issues none."""
-        if handle.num_messages:
-            self.totals.record(Event(op, name, handle.wire_bytes, handle.num_messages, waited_seconds))
+        if not handle.num_messages:
+            return
+        event = Event(
+            op,
+            name,
+            handle.link,
+            handle.wire_bytes,
+            handle.num_messages,
+            handle.begin_seconds,
+            handle.end_seconds,
+            handle.moving_seconds,
+            waited_seconds,
+        )
+        self.totals.record(event)
+        self.meter.record(event)
+
+    def wait_until_read(self, receipts: Iterable[Receipt]) -> None:
+        """Wait until peers have read what they were offered."""
+        begin = self.meter.clock()
+        for receipt in receipts:
+            receipt.wait()
+        self.meter.wait(self.meter.clock() - begin)
 
     def reset(self) -> None:
         """After a failure: nobody holds anything any more."""
+        self.keep(frozenset())
         for state in self.units.values():
             state.num_leases = 0
         self.drop_idle()

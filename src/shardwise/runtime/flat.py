@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Layout
-from shardwise.core.ledger import Kind
-from shardwise.core.plan import Plan, StateKind
+from shardwise.core.ledger import Kind, Tier
+from shardwise.core.plan import Plan
+from shardwise.core.rest import ON_DEVICE, Rest
 from shardwise.core.unit import FlatSpec, ParamSpec, Segment
 from shardwise.devices.pool import Pool
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,12 @@ class FlatState:
     """One flat buffer on one rank.
 
     ``master`` holds the values at rest of the elements in ``bounds``; ``full`` those of the whole buffer in the dtype of compute,
-    while gathered. Where both dtypes agree and ``full`` stays resident, ``master`` is a part of it (``is_aliased``). Where every
-    rank owns every element (``is_owned_whole``), no collective is needed to read them. ``reserved`` is a released buffer of which
-    someone still holds a view: only this flat may be gathered into it. ``local`` holds the full gradients of this rank, in memory
-    of the pool or in autograd's own.
+    while gathered (``is_fetched``) or always. ``rest`` says where state is: perhaps off the ``device`` that computes; ``shard`` is then
+    a copy of the owned values, in the dtype of compute, that stayed on the device and from which gathers read. Where both dtypes
+    agree and ``full`` stays resident, ``master`` is a part of it (``is_aliased``). Where every rank owns every element
+    (``is_owned_whole``), no collective is needed to read them. ``reserved`` is a released buffer of which someone still holds a view:
+    only this flat may be gathered into it. ``local`` holds the full gradients of this rank, in memory of the pool or in autograd's
+    own.
     """
 
     spec: FlatSpec
@@ -177,6 +181,10 @@ class FlatState:
     full: torch.Tensor | None
     is_aliased: bool
     is_owned_whole: bool
+    is_fetched: bool
+    device: torch.device
+    rest: Rest = ON_DEVICE
+    shard: torch.Tensor | None = None
     reserved: torch.Tensor | None = None
     params: list[ParamState] = field(default_factory=list)
     local: torch.Tensor | None = None
@@ -190,17 +198,54 @@ class FlatState:
         starts = [*(param.offset for param in self.spec.params), self.layout.numel]
         return tuple(slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
+    def resting_segment(self, piece: Segment) -> torch.Tensor:
+        """What the optimizer holds of a parameter between updates: its part of the owned values, if they rest where it works."""
+        view = self.segment_view(piece)
+        return view if view.device == self.update_device else nothing_of(tuple(view.shape), view.dtype, self.update_device)
+
     def segment_view(self, piece: Segment) -> torch.Tensor:
         """A parameter's part of the owned values."""
         return piece.view(self.master, shift=self.bounds[0])
 
-    def has_face(self, plan: Plan) -> bool:
+    @property
+    def has_face(self) -> bool:
         """Whether a stand-in is shown outside compute: the full values at rest are not what compute uses."""
-        return StateKind.PARAM in plan.sharded or self.precision.compute != self.precision.master
+        return not self.is_aliased
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The owned values from which full ones are gathered."""
+        return self.master if self.shard is None else self.shard
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether peers can be given the source as it is; else they are given a copy of it in the buffer that is gathered into."""
+        return self.source.device == self.device and self.source.dtype == self.precision.compute
+
+    @property
+    def is_fetched_alone(self) -> bool:
+        """Whether this rank has all of the values where they rest, and brings them to the device without its peers."""
+        return self.is_fetched and self.is_owned_whole and self.source.device != self.device
+
+    @property
+    def update_device(self) -> torch.device:
+        """Where the optimizer works: where its state rests."""
+        return self.device if self.rest.optim is Tier.DEVICE else HOST
+
+    @property
+    def grad_device(self) -> torch.device:
+        """Where reduced gradients rest."""
+        return self.device if self.rest.grad is Tier.DEVICE else HOST
+
+    def publish(self) -> None:
+        """The owned values have changed: let the copy on the device have them."""
+        if self.shard is not None:
+            self.shard.copy_(self.master.to(self.shard.dtype))
 
 
-_STATES: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Leads from any object of a parameter to its state, and keeps neither alive: hooks on the model's modules keep the engine."""
+_STATES: dict[int, tuple[weakref.ref[ParamState], weakref.ref[torch.Tensor]]] = {}
+"""Leads from any object of a parameter, by its identity, to its state. Keeps neither alive: hooks on the model's modules keep the
+engine. The second reference takes the entry out when the object goes, before another can have its identity."""
 
 
 class Standing:
@@ -219,17 +264,23 @@ class Standing:
 
 def remember(tensor: torch.Tensor, state: ParamState) -> None:
     """Note that a tensor stands for a parameter: the user's own, a stand-in, or the optimizer's segment."""
-    _STATES[tensor] = weakref.ref(state)
+    key = id(tensor)
+    _STATES[key] = (weakref.ref(state), weakref.ref(tensor, lambda _: _STATES.pop(key, None)))
 
 
 def forget(tensor: torch.Tensor) -> None:
     """Note that a tensor stands for itself again."""
-    _STATES.pop(tensor, None)
+    _STATES.pop(id(tensor), None)
 
 
 def state_of(tensor: object) -> ParamState | None:
     """The state of a parameter that belongs to a sharded model, or None."""
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    reference = _STATES.get(tensor)
-    return None if reference is None else reference()
+    found = _STATES.get(id(tensor))
+    return None if found is None else found[0]()
+
+
+@cache
+def nothing_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that has a form but hardly any memory; whoever reads it finds no values."""
+    with torch.inference_mode(False):
+        return torch.full((), float("nan") if dtype.is_floating_point else 1, dtype=dtype, device=device).expand(shape)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.core.plan import StateKind
+from shardwise.core.ledger import Tier
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
+from shardwise.devices.flops import FlopCounter
+from shardwise.runtime.activations import OnHost
 from shardwise.runtime.flat import FlatState
 from shardwise.runtime.script import Script
 from shardwise.runtime.tensors import cast, tensors_in
+from shardwise.telemetry.meter import Place
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -41,13 +44,6 @@ class Packed(NamedTuple):
     offset: int
 
 
-class _Saved(NamedTuple):
-    """Any other tensor that autograd saved."""
-
-    values: torch.Tensor
-    version: int
-
-
 class Forward:
     """The stack of open calls of one model on one rank.
 
@@ -59,11 +55,17 @@ class Forward:
         self._engine = engine
         self._executor = engine.executor
         self._plan = engine.plan
-        self._is_sharded = StateKind.PARAM in engine.plan.sharded
+        self._is_sharded = engine.plan.fetches_params
+        self._watches_saved = self._is_sharded or engine.plan.activations != Tier.DEVICE.value
         self._compute_dtype = engine.plan.dtype("param_dtype")
         self._output_dtype = engine.plan.dtype("output_dtype")
         self._frames: list[Frame] = []
         self._script = Script(())
+        self._kept: frozenset[str] = frozenset()
+        self._came_from = Place.OUTSIDE
+        self.flop_counter: FlopCounter | None = None
+        """Set to count the operations of the next call with gradients from outside."""
+        self._counting: FlopCounter | None = None
         self._moments: list[Moment] = []
         self.recorded: dict[str, tuple[Moment, ...]] = {}
         self.strays: tuple[str, ...] = ()
@@ -95,9 +97,10 @@ class Forward:
         with torch_private.outside_transforms():
             for unit in self._engine.opened_at(name):
                 self.open(unit, frame)
-        if self._is_sharded and torch.is_grad_enabled():
+        if self._watches_saved and torch.is_grad_enabled():
             self._watch_saved_tensors(frame)
-            self._watch_inputs(frame, args, kwargs)
+            if self._is_sharded:
+                self._watch_inputs(frame, args, kwargs)
         if self._compute_dtype is not None and self._plan.cast_forward_inputs and (is_entry or frame.opened):
             return cast(args, self._compute_dtype), cast(kwargs, self._compute_dtype)
         return None
@@ -125,13 +128,16 @@ class Forward:
         """Hold a unit gathered until a call returns; by default, the innermost open one."""
         frame = frame or self._frames[-1]
         if frame.is_recompute:
-            self._engine.backward.follow(unit)
+            self._engine.backward.recompute(unit)
         else:
             passed, arrived = self._script.arrive(unit)
-            self._executor.visit(passed, arrived)
+            self._executor.visit(passed, arrived, self._kept)
+            if self._script.is_finished:
+                self._executor.keep(self._kept)
             self._moments.append(Moment(Point.PRE_FORWARD, unit))
         self._executor.acquire(unit)
         frame.opened.append(unit)
+        self._engine.meter.tracer.open("forward", unit)
 
     def read_on_demand(self, unit: str) -> None:
         """Weights are read without a call of their module: gather them for the innermost call, also in later steps."""
@@ -141,23 +147,42 @@ class Forward:
 
     def reset(self) -> None:
         """After a failure: no call is open."""
+        self._stop_counting()
         for frame in self._frames:
             for _ in range(frame.num_pushed):
                 torch_private.pop_saved_tensor_hooks()
         self._frames.clear()
 
     def _begin_entry(self, name: str, module: nn.Module) -> None:
+        meter = self._engine.meter
+        self._came_from = meter.place
+        meter.move(Place.FORWARD if torch.is_grad_enabled() else Place.ASIDE)
         self._engine.begin_entry(module)
-        self._script = Script(self._engine.schedule_of(name).phase(Point.PRE_FORWARD) if self._is_sharded else ())
+        schedule = self._engine.schedule_of(name)
+        self._script = Script(schedule.phase(Point.PRE_FORWARD) if self._is_sharded else ())
+        self._kept = schedule.kept_units if self._is_sharded and torch.is_grad_enabled() else frozenset()
+        self._executor.keep(frozenset())
         self._moments = []
         self.last_entry = name
+        if self.flop_counter is not None and torch.is_grad_enabled():
+            self._counting, self.flop_counter = self.flop_counter, None
+            self._counting.start()
 
     def _end_entry(self, name: str) -> None:
+        self._stop_counting()
         if self._is_sharded:
-            self._executor.visit(self._script.finish(), None)
+            self._executor.visit(self._script.finish(), None, self._kept)
+            self._executor.keep(self._kept)
             self._executor.drop_idle()
         self.strays = tuple(self._script.strays)
         self.recorded[name] = tuple(self._moments)
+        meter = self._engine.meter
+        meter.move(Place.AFTER_FORWARD if meter.place is Place.FORWARD else self._came_from)
+
+    def _stop_counting(self) -> None:
+        counter, self._counting = self._counting, None
+        if counter is not None:
+            counter.stop()
 
     def _close(self, frame: Frame, output: Any) -> None:
         """Watch for the backward of a call, and give its leases back, or hand them on to the backward."""
@@ -169,11 +194,12 @@ class Forward:
             OnGrads(differentiable, backward.note_begin, needs_all=False)
         if differentiable and frame.opened and self._is_sharded:
             units = tuple(frame.opened)
-            OnGrads(differentiable, lambda: backward.open(units), needs_all=False)
+            OnGrads(differentiable, lambda: backward.expect(units), needs_all=False)
         escaped = self._escaped_units(frame, output)
         keeps = (frame.is_recompute or not self._plan.reshard_after_forward) and torch.is_grad_enabled() and self._is_sharded
         with torch_private.outside_transforms():
             for unit in reversed(frame.opened):
+                self._engine.meter.tracer.close("forward", unit)
                 self._moments.append(Moment(Point.POST_FORWARD, unit))
                 if unit in escaped:
                     self._engine.pin(unit)
@@ -245,10 +271,11 @@ class _Chain:
     def __init__(self, engine: Engine, covered: tuple[Any, Any] | None) -> None:
         self.engine = engine
         self._covered = covered
+        self._room = engine.activations
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save a place for a view of a gathered buffer; anything else as before."""
-        hit = self.engine.executor.find(tensor) if tensor.layout is torch.strided else None
+        hit = self.engine.executor.find(tensor)
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
@@ -256,19 +283,24 @@ class _Chain:
             self.engine.pin(unit.unit.name)
         if self._covered is not None:
             return (self._covered[0](tensor),)
+        if self._room is not None and self._room.takes(tensor):
+            return self._room.put(tensor)
         # Detached, since an operation's output that it saves itself would hold the operation; with its version, since autograd
         # leaves the check for later writes to those who pack.
-        return _Saved(tensor.detach(), tensor._version)
+        return tensor.detach(), tensor._version
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The view again, of wherever the unit is gathered now."""
         if isinstance(saved, Packed):
             return self.engine.backward.restore(saved)
-        if not isinstance(saved, _Saved):
-            return self._covered[1](saved[0])  # type: ignore[no-any-return,index]
-        if saved.values._version != saved.version:
+        if isinstance(saved, OnHost):
+            return saved.bring()
+        if self._covered is not None:
+            return self._covered[1](saved[0])  # type: ignore[no-any-return]
+        values, version = saved
+        if values._version != version:
             raise RuntimeError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
-                f"{tuple(saved.values.shape)} is at version {saved.values._version}; expected version {saved.version} instead."
+                f"{tuple(values.shape)} is at version {values._version}; expected version {version} instead."
             )
-        return saved.values
+        return values  # type: ignore[no-any-return]

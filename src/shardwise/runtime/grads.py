@@ -32,7 +32,7 @@ class GradFace(Standing, torch.Tensor):
     @staticmethod
     def __new__(cls, state: ParamState, buffer: GradBuffer | None, like: torch.Tensor) -> GradFace:
         """Stand for a parameter's gradient, in the form of ``like``."""
-        face: GradFace = torch_private.wrapper(cls, state.segment, like.shape, like.stride(), dtype=state.spec.dtype)
+        face: GradFace = torch_private.wrapper(cls, like.device, like.shape, like.stride(), dtype=state.spec.dtype)
         face._state = weakref.ref(state)
         face.buffer = buffer
         return face
@@ -133,9 +133,14 @@ def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return face
     face.settle()
     for part in face.parts():
-        func(part, *others, **kwargs)
+        func(part, *_on(part.device, others), **kwargs)
     face.state.host.grads_changed()
     return face
+
+
+def _on(device: torch.device, values: Sequence[Any]) -> list[Any]:
+    """Numbers that came as tensors, where the gradients are that they are used on."""
+    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _scale_face(face: GradFace, factor: Any, is_division: bool) -> bool:
@@ -145,6 +150,7 @@ def _scale_face(face: GradFace, factor: Any, is_division: bool) -> bool:
     reduced = face.reduced
     for part in face.parts():
         if part is not reduced and (reduced is None or part.data_ptr() != reduced.data_ptr()):
+            (factor,) = _on(part.device, [factor])
             part.mul_(1.0 / factor if is_division else factor)
     return True
 
@@ -161,8 +167,8 @@ def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             face.settle()
             parts.extend(face.parts())
             face.state.host.grads_changed()
-    if parts:
-        func(parts, *args[1:], **kwargs)
+    for device in {part.device for part in parts}:
+        func([part for part in parts if part.device == device], *_on(device, args[1:]), **kwargs)
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -192,7 +198,8 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if _scale_face(grad, inverse_scale.reshape(()), is_division=False):
             continue
         for part in grad.parts():
-            part.mul_(inverse_scale.to(part.dtype) if part.dtype == torch.float64 else inverse_scale)
+            scale = inverse_scale.to(part.device)
+            part.mul_(scale.to(part.dtype) if part.dtype == torch.float64 else scale)
         grad.state.host.grads_changed()
 
 
@@ -251,7 +258,8 @@ def visible_grad(param: torch.Tensor) -> torch.Tensor | None:
         return None
     held = state.segment.grad
     if isinstance(held, GradFace):
-        return held if held.shape == param.shape else GradFace(state, held.buffer, param)
+        is_alike = held.shape == param.shape and held.device == param.device
+        return held if is_alike else GradFace(state, held.buffer, param)
     return held
 
 
@@ -268,7 +276,7 @@ def assign_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
             f"The gradient of '{state.spec.name}' must have shape {tuple(param.shape)} but got {tuple(value.shape)}."
         )
     pool, flat = state.host.pool, state.flat
-    zeros = pool.take(flat.master.numel(), flat.precision.reduce, flat.master.device, Kind.GRAD).zero_()
+    zeros = pool.take(flat.master.numel(), flat.precision.reduce, flat.grad_device, Kind.GRAD).zero_()
     buffer = GradBuffer(zeros, flat.bounds[0], pool)
     face = GradFace(state, buffer, state.segment)
     whole = state.spec.view(value.new_zeros(state.flat.layout.numel))

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
+from shardwise.core.ledger import Tier
 from shardwise.core.plan import StateKind
+from shardwise.core.rest import rests_of
 from shardwise.core.unit import ParamSpec, Unit
 from shardwise.runtime.engine import Setup
 
@@ -52,6 +54,14 @@ def materialize(model: nn.Module, units: Sequence[Unit], setup: Setup, device: t
     """
     initial = Initial()
     bounds = {param.name: _part_of(param, unit, setup) for unit in units for param in unit.params}
+    rests = rests_of(units, setup.plan)
+    away = {
+        param.name
+        for unit in units
+        for flat in unit.flats
+        if rests[flat.name].master is not Tier.DEVICE
+        for param in flat.params
+    }
     specs = {name: param for unit in units for param in unit.params for name in param.names}
     done: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -65,7 +75,8 @@ def materialize(model: nn.Module, units: Sequence[Unit], setup: Setup, device: t
             for attribute, param in owned.items():
                 spec = specs.get(prefix + attribute)
                 if spec is not None:
-                    initial.parts[spec.name] = _cut(param, spec, bounds[spec.name])
+                    part = _cut(param, spec, bounds[spec.name])
+                    initial.parts[spec.name] = part.cpu() if spec.name in away else part
                     # Keep the form only: the next module needs the memory.
                     param.data = param.data.new_zeros(()).expand(spec.shape)
     return initial

@@ -21,7 +21,7 @@ class Opened:
     def __init__(self, flat: FlatState, executor: Executor) -> None:
         self.flat = flat
         self._executor = executor
-        self._is_borrowed = not (flat.is_aliased or flat.is_owned_whole)
+        self._is_borrowed = not (flat.is_aliased or (flat.is_owned_whole and flat.master.device == flat.device))
         self.values = self._gather_values()
         self._checksum = checksum(self.values)
         self._foreign: list[tuple[ParamState, torch.Tensor]] = []
@@ -37,11 +37,12 @@ class Opened:
         flat = self.flat
         if flat.is_aliased and flat.full is not None:
             return flat.full
-        if flat.is_owned_whole:
+        if not self._is_borrowed:
             return flat.master
-        values = self._executor.pool.take(flat.layout.numel, flat.precision.master, flat.master.device, Kind.GATHERED)
+        values = self._executor.pool.take(flat.layout.numel, flat.precision.master, flat.device, Kind.GATHERED)
         values[slice(*flat.bounds)] = flat.master
-        self._gather(values, "values")
+        if not flat.is_owned_whole:
+            self._gather(values, "values")
         return values
 
     def _gather_grads(self) -> torch.Tensor | None:
@@ -50,7 +51,7 @@ class Opened:
         faces = [state.segment.grad for state in flat.params if isinstance(state.segment.grad, GradFace)]
         if not any(face.buffer is not None for face in faces):
             return None
-        grads = torch.zeros(flat.layout.numel, dtype=flat.precision.master, device=flat.master.device)
+        grads = torch.zeros(flat.layout.numel, dtype=flat.precision.master, device=flat.device)
         for face in faces:
             usable = face.usable()
             if usable is not None and face.state.piece.numel:
@@ -102,6 +103,7 @@ class Opened:
         with torch.no_grad():
             if self._is_borrowed:
                 flat.master.copy_(self.values[slice(*flat.bounds)])
+                flat.publish()
             if flat.full is not None and not flat.is_aliased:
                 flat.full.copy_(self.values)
 

@@ -6,7 +6,8 @@ after ``shard``, or a group that was added in mid-run. Optimizers keep their cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,12 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.core.errors import PlanError
+from shardwise.core.footprint import ADAM_STATES
 from shardwise.core.plan import Plan, StateKind
+from shardwise.devices import torch_private
 from shardwise.runtime.engine import Engine, slice_of
 from shardwise.runtime.flat import ParamState, state_of
 from shardwise.runtime.grads import GradFace
+from shardwise.runtime.turns import GroupsByTurn, is_at_hand, turns_of
 
 _WHOLE = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Muon", "Adafactor")) if cls is not None)
+_ONE_STATE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Muon)
 _REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -30,6 +35,10 @@ class Binding:
     def __init__(self) -> None:
         self.faces: list[tuple[ParamState, GradFace]] = []
         self.is_stepping = False
+        self.groups: list[dict[str, Any]] | None = None
+        """The optimizer's own groups, while it goes through them by turns."""
+        self.touched: list[ParamState] = []
+        self.hooks: list[Any] = []
 
 
 _BINDINGS: WeakKeyDictionary[Optimizer, Binding] = WeakKeyDictionary()
@@ -40,11 +49,24 @@ def needs_whole_parameters(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _WHOLE)
 
 
+def num_states_of(optimizers: Sequence[Optimizer]) -> int:
+    """Numbers that optimizers will keep for each element of a parameter, as far as it is known of their class."""
+
+    def count(optimizer: Optimizer) -> int:
+        if isinstance(optimizer, torch.optim.SGD):
+            return int(any(group["momentum"] for group in optimizer.param_groups))
+        return 1 if isinstance(optimizer, _ONE_STATE) else ADAM_STATES
+
+    return max((count(optimizer) for optimizer in optimizers), default=ADAM_STATES)
+
+
 def check_optimizer(optimizer: Optimizer, plan: Plan, layout: str) -> None:
     """Refuse optimizers that cannot train shards."""
     name = type(optimizer).__name__
     if isinstance(optimizer, _REFUSED) and StateKind.OPTIM in plan.sharded:
         raise PlanError(f"{name} cannot be sharded: its state is not per element. Use stage=0 with it, or another optimizer.")
+    if isinstance(optimizer, _REFUSED) and plan.tiers:
+        raise PlanError(f"{name} does not go through its groups one by one, so its state cannot rest elsewhere. Drop tiers.")
     if needs_whole_parameters(optimizer) and StateKind.OPTIM in plan.sharded and layout != "whole":
         raise PlanError(
             f"{name} works on whole matrices, but the plan cuts them (layout '{layout}'). Use layout='whole', or pass the "
@@ -73,15 +95,20 @@ def adopt(optimizer: Optimizer) -> Binding | None:
 
 def _cut_state(values: dict[str, Any], state: ParamState) -> dict[str, Any]:
     """This rank's part of optimizer state that was built on the full parameter."""
-    if state.piece.is_whole:
+    if state.piece.is_whole and state.segment.device == state.flat.device:
         return values
-    if state.piece.numel == 0:
+    if state.piece.numel == 0 and state.spec.numel:
         return {}
     cut = {}
     for key, value in values.items():
-        is_per_element = isinstance(value, torch.Tensor) and tuple(value.shape) == state.spec.shape and value.dim() > 0
-        cut[key] = slice_of(value, state, state.segment).clone() if is_per_element else value
+        is_per_element = isinstance(value, torch.Tensor) and tuple(value.shape) == state.spec.shape and key != "step"
+        cut[key] = slice_of(value, state, state.segment).to(state.segment.device, copy=True) if is_per_element else value
     return cut
+
+
+def is_per_element(key: str, value: Any, state: ParamState) -> bool:
+    """Whether a value that an optimizer holds for a segment has one number for each of its elements."""
+    return isinstance(value, torch.Tensor) and value.shape == state.segment.shape and key != "step"
 
 
 def states_of(optimizer: Optimizer) -> list[ParamState]:
@@ -99,13 +126,19 @@ def engines_of(states: Iterable[ParamState]) -> list[Engine]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    known = _BINDINGS.get(optimizer)
+    if known is not None:
+        _give_groups_back(optimizer, known)  # A step that failed has left them.
     binding = adopt(optimizer)
     if binding is None:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _prepare(optimizer, binding)
+        if any(not is_at_hand(state.flat) for state in states_of(optimizer)):
+            _hook_around(optimizer, binding)
         return None
+    binding.is_stepping = False  # Until the closure has made gradients.
     wrapped = _wrap_closure(optimizer, binding, closure)
     if len(args) > 1:
         return (args[0], wrapped, *args[2:]), kwargs
@@ -116,11 +149,13 @@ def _wrap_closure(optimizer: Optimizer, binding: Binding, closure: Callable[[], 
     """A closure runs with the gradients as users see them; what follows it sees plain ones."""
 
     def run() -> Any:
+        _give_groups_back(optimizer, binding)
         _restore(binding)
         for engine in engines_of(states_of(optimizer)):
             engine.executor.refresh(engine.executor.units)
         loss = closure()
         _prepare(optimizer, binding)
+        _take_turns(optimizer, binding)
         return loss
 
     return run
@@ -132,9 +167,10 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
     states = states_of(optimizer)
     may_step = all([engine.before_update() for engine in engines_of(states)])
     binding.is_stepping = may_step
+    binding.touched = [state for state in states if may_step and isinstance(state.segment.grad, GradFace)]
     for state in states:
         held = state.segment.grad
-        if not isinstance(held, GradFace):
+        if not isinstance(held, GradFace) or (may_step and not is_at_hand(state.flat)):
             continue
         binding.faces.append((state, held))
         # A parameter without elements is updated everywhere, as by plain torch; one whose elements others own is not.
@@ -150,22 +186,53 @@ def _restore(binding: Binding) -> None:
     binding.faces.clear()
 
 
+def _hook_around(optimizer: Optimizer, binding: Binding) -> None:
+    """Let the groups come by turns after all hooks that users have set before a step, and be whole before those after it."""
+    if not binding.hooks:
+        before = optimizer.register_step_pre_hook(lambda held, args, kwargs: _take_turns(held, binding))
+        after = optimizer.register_step_post_hook(lambda held, args, kwargs: _give_groups_back(held, binding))
+        binding.hooks = [before, after]
+    before, after = binding.hooks
+    torch_private.put_around_step_hooks(optimizer, before.id, after.id)
+
+
+def _take_turns(optimizer: Optimizer, binding: Binding) -> None:
+    states = states_of(optimizer)
+    if not binding.is_stepping or binding.groups is not None or all(is_at_hand(state.flat) for state in states):
+        return
+    binding.groups = optimizer.param_groups
+    known = {id(state.segment) for state in states}
+    optimizer.param_groups = GroupsByTurn(binding.groups, lambda: iter(turns_of(states)), known)
+
+
+def _give_groups_back(optimizer: Optimizer, binding: Binding) -> None:
+    if binding.groups is not None:
+        optimizer.param_groups, binding.groups = binding.groups, None
+
+
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     binding = _BINDINGS.get(optimizer)
     if binding is None:
         return
-    touched = [state for state, _ in binding.faces] if binding.is_stepping else []
+    _give_groups_back(optimizer, binding)
+    touched, binding.touched = binding.touched, []
     _restore(binding)
     optim_bytes = state_bytes(optimizer)
     for engine in engines_of(states_of(optimizer)):
         units = {state.flat.spec.unit for state in touched if state.host is engine}
+        engine.spent_grads.update(id(state) for state in touched if state.host is engine)
         engine.after_update([name for name in engine.executor.units if name in units], optim_bytes)
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of an optimizer's state tensors on this rank."""
-    tensors: Iterable[Any] = (value for values in optimizer.state.values() for value in values.values())
-    return sum(value.numel() * value.element_size() for value in tensors if isinstance(value, torch.Tensor))
+def state_bytes(optimizer: Optimizer) -> Counter[str]:
+    """Bytes of an optimizer's state tensors on this rank, by the type of the device that they are on."""
+    found: Counter[str] = Counter()
+    for values in optimizer.state.values():
+        for value in values.values():
+            # Counters of steps are on the host wherever the state is.
+            if isinstance(value, torch.Tensor):
+                found[value.device.type] += value.numel() * value.element_size()
+    return found
 
 
 register_optimizer_step_pre_hook(_before_step)

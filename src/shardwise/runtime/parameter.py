@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from shardwise.core.errors import NotGatheredError, ShardwiseError, UsageError
 from shardwise.devices import torch_private
-from shardwise.runtime.flat import FlatState, ParamState, Standing, state_of
+from shardwise.runtime.flat import FlatState, ParamState, Standing, nothing_of, state_of
 from shardwise.runtime.grads import Live, assign_grad, derive, make_live, visible_grad
 
 # fmt: off
@@ -75,7 +74,7 @@ class Face(Standing, nn.Parameter):
         """Stand for a parameter, in its own dtype or in one that it is to be cast to."""
         face: Face = torch_private.wrapper(
             cls,
-            state.segment,
+            state.flat.device,
             state.spec.shape,
             state.spec.stride,
             dtype=dtype or state.spec.dtype,
@@ -206,8 +205,9 @@ def point_to(flat: FlatState, buffer: torch.Tensor) -> None:
 def point_away(flat: FlatState) -> None:
     """Leave the compute parameters of a flat with their shapes but without memory."""
     with torch_private.without_torch_function():
+        dtype, device = flat.precision.compute, flat.device
         for state in flat.params:
-            take_values(state, nothing_of(state.spec.shape, flat.precision.compute, flat.master.device))
+            take_values(state, nothing_of(state.spec.shape, dtype, device))
 
 
 def bring_values(state: ParamState, buffer: torch.Tensor) -> None:
@@ -220,13 +220,6 @@ def take_values(state: ParamState, nothing: torch.Tensor) -> None:
     """Leave the user's own parameter with its form but without memory: reading it is refused by name."""
     state.compute.data = nothing
     derive(state.compute, Away)
-
-
-@cache
-def nothing_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor that has a form but hardly any memory; whoever reads it finds no values."""
-    with torch.inference_mode(False):
-        return torch.full((), float("nan") if dtype.is_floating_point else 1, dtype=dtype, device=device).expand(shape)
 
 
 def not_gathered(state: ParamState) -> NotGatheredError:

@@ -56,7 +56,7 @@ def _recast_flat(flat: FlatState, plan: Plan) -> bool:
 
 def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
     if flat.is_aliased and flat.full is not None:
-        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.master.device)
+        whole = torch.zeros(flat.layout.numel, dtype=dtype, device=flat.device)
         for state in flat.params:
             state.spec.view(whole).copy_(state.compute.data)
         flat.full, flat.master = whole, whole[slice(*flat.bounds)]
@@ -65,12 +65,14 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
     params = tuple(replace(param, dtype=dtype) for param in flat.spec.params)
     flat.spec = replace(flat.spec, dtype=dtype, params=params)
     flat.precision = Precision.of(dtype, plan)
+    if flat.shard is not None:
+        flat.shard = flat.master.to(flat.precision.compute).to(flat.device)
     if flat.full is not None and not flat.is_aliased:
         flat.full = flat.full.to(flat.precision.compute)
     for state, spec in zip(flat.params, params, strict=True):
         grad, state.segment.grad = state.segment.grad, None
         state.spec, state.piece = spec, Segment(spec, state.piece.start, state.piece.stop)
-        state.segment.data = flat.segment_view(state.piece)
+        state.segment.data = flat.resting_segment(state.piece)
         if isinstance(grad, GradFace):
             held = grad.buffer
             if held is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import torch
 from shardwise.core.layout import ALIGNMENT, Layout
 from shardwise.core.tree import Tree, leaves
 from shardwise.runtime.exact import CHUNK, accumulation_dtype, sum_blocks
-from shardwise.wire.comm import Comm, Exchange, Handle
+from shardwise.wire.comm import Comm, Exchange, Handle, Moved
 
 EXCHANGE_LIMIT = 16
 """Up to so many ranks one all-to-all is faster; beyond, recursive halving needs log N messages for the same volume."""
@@ -29,25 +30,28 @@ class Reduction:
     rank: int
     room: torch.Tensor | None = None
     sum: torch.Tensor | None = None
+    waited_seconds: float = 0.0
 
     @property
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self.handle.is_done
 
-    def wait(self) -> float:
-        """Until all parts can be read; returns the seconds waited."""
-        return self.handle.wait()
+    def wait(self) -> None:
+        """Until all parts can be read."""
+        self.waited_seconds += self.handle.wait()
 
-    def add_up(self, out: torch.Tensor) -> torch.Tensor:
-        """Write the sum over all ranks of the elements that this rank owns; returns the sums of squares of its blocks."""
+    def add_up(self, out: torch.Tensor, *, with_squares: bool = True) -> torch.Tensor | None:
+        """Write the sum over all ranks of the elements that this rank owns; returns the sums of squares of its blocks, if asked."""
         total = self.sum
         if total is not None:
-            return add_into(out, self.rank, lambda rank, low, high: total[low:high])
+            return add_into(out, self.rank, lambda rank, low, high: total[low:high], with_squares=with_squares)
         if not isinstance(self.handle, Exchange):
             raise RuntimeError("A reduction ended without a result.")
-        squares = add_into(out, self.tree, self.handle.part)
+        squares = add_into(out, self.tree, self.handle.part, with_squares=with_squares)
         self.handle.close()
+        if self.handle.moved is not None:
+            self.waited_seconds += self.handle.moved.seconds
         return squares
 
 
@@ -70,26 +74,32 @@ def begin_reduction(
     return Reduction(handle, tree, comm.rank, room)
 
 
-def add_into(out: torch.Tensor, tree: Tree, read: Read) -> torch.Tensor:
+def add_into(out: torch.Tensor, tree: Tree, read: Read, *, with_squares: bool = True) -> torch.Tensor | None:
     """Add what ranks have over the leaves of a tree, in pieces that stay in the cache.
 
-    What is read for the leftmost leaf of a sum is overwritten. Returns the sums of squares of the blocks of ``out``.
+    What is read for the leftmost leaf of a sum is overwritten. Returns the sums of squares of the blocks of ``out``, if asked: while
+    they are in the cache, they cost little time, but memory for one piece.
     """
     dtype = accumulation_dtype(out.dtype)
-    squares = torch.empty(out.numel() // ALIGNMENT, dtype=dtype, device=out.device)
-    scratch = torch.empty(min(out.numel(), CHUNK), dtype=dtype, device=out.device)
-    for low in range(0, out.numel(), CHUNK):
-        high = min(low + CHUNK, out.numel())
-        target = out[low:high]
+    squares = torch.empty(out.numel() // ALIGNMENT, dtype=dtype, device=out.device) if with_squares else None
+    if out.numel() == 0:
+        return squares
+    scratch = torch.empty(min(out.numel(), CHUNK) if with_squares else 0, dtype=dtype, device=out.device)
+    low = 0
+    for target in out.split(CHUNK):
+        high = low + target.numel()
         if isinstance(tree, int):
             values = read(tree, low, high)
             if values.data_ptr() != target.data_ptr():
                 target.copy_(values)
         else:
             torch.add(_add_along(tree[0], read, low, high), _add_along(tree[1], read, low, high), out=target)
-        terms = target.abs() if target.is_complex() else target.to(dtype)
-        torch.mul(terms, terms, out=scratch[: high - low])
-        sum_blocks(scratch[: high - low], squares[low // ALIGNMENT : high // ALIGNMENT])
+        if squares is not None:
+            terms = target.abs() if target.is_complex() else target.to(dtype)
+            room = scratch if high - low == scratch.numel() else scratch[: high - low]
+            torch.mul(terms, terms, out=room)
+            sum_blocks(room, squares[low // ALIGNMENT : high // ALIGNMENT])
+        low = high
     return squares
 
 
@@ -143,14 +153,14 @@ def _reduce_by_halving(local: torch.Tensor, layout: Layout, tree: Tree, comm: Co
     """Recursive halving along the tree: at each merge a rank sends the pieces that others hold, and adds those it holds."""
     sizes = layout.sizes
     pieces = {owner: local[slice(*layout.bounds(owner))] for owner in range(comm.size)}
-    wire_bytes, num_messages = 0, 0
+    wire_bytes, num_messages, waited_seconds, begin_seconds = 0, 0, 0.0, time.perf_counter()
     for merge in merges_of(tree, comm.rank):
         sends = [(peer, torch.cat([pieces[owner] for owner in owners])) for peer, owners in merge.sends.items()]
         receives = []
         for peer, owners in merge.receives.items():
             receives.append((peer, local.new_empty(sum(sizes[owner] for owner in owners))))
         handle = comm.swap(sends, receives, label=label)
-        handle.wait()
+        waited_seconds += handle.wait()
         wire_bytes, num_messages = wire_bytes + handle.wire_bytes, num_messages + handle.num_messages
         for (_, arrived), owners in zip(receives, merge.receives.values(), strict=True):
             for owner, theirs in zip(owners, arrived.split([sizes[owner] for owner in owners]), strict=True):
@@ -158,5 +168,7 @@ def _reduce_by_halving(local: torch.Tensor, layout: Layout, tree: Tree, comm: Co
         for owners in merge.sends.values():
             for owner in owners:
                 del pieces[owner]
-    finished = Handle("reduce", wire_bytes, num_messages)
-    return Reduction(finished, tree, comm.rank, sum=pieces[comm.rank])
+    end_seconds = time.perf_counter()
+    finished = Handle("reduce", wire_bytes, num_messages, link=comm.link, moved=Moved(waited_seconds))
+    finished.begin_seconds, finished.end_seconds = begin_seconds, end_seconds
+    return Reduction(finished, tree, comm.rank, sum=pieces[comm.rank], waited_seconds=waited_seconds)

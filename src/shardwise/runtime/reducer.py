@@ -20,7 +20,11 @@ from shardwise.runtime.reduce import Reduction, begin_reduction, needs_room
 from shardwise.wire.comm import Handle, Receipt
 
 _MOST_IN_FLIGHT = 1
+"""Reductions that may still be under way when another is begun; none, where memory goes before time."""
 _PATIENCE_SECONDS = 1.0
+_FIRST_PATIENCE_SECONDS = 0.2
+"""Where memory goes before time and nobody knows yet whether ranks go the same way; up to the first time that it was in vain."""
+_PAUSE_SECONDS = 0.0002
 
 
 @dataclass(eq=False)
@@ -36,7 +40,7 @@ class _InFlight:
 class _Completed:
     flat: FlatState
     buffer: GradBuffer
-    squares: torch.Tensor
+    squares: torch.Tensor | None
 
 
 class Reducer:
@@ -50,6 +54,8 @@ class Reducer:
     def __init__(self, executor: Executor, tree: Tree) -> None:
         self._executor = executor
         self._tree = tree
+        self._most_in_flight = 0 if executor.is_lean else _MOST_IN_FLIGHT
+        self._is_hopeful = executor.is_lean
         self._order: tuple[str, ...] = ()
         self._next = 0
         self._ready: set[str] = set()
@@ -65,6 +71,9 @@ class Reducer:
     def accumulate(self, state: ParamState, grad: torch.Tensor, weight: float) -> None:
         """Add one backward's gradient of a parameter, weighted, to the full local gradients."""
         flat = state.flat
+        if flat.local is None and not self._most_in_flight:
+            self._complete_ready()  # What they hold is needed now.
+        self._executor.note_activations()
         if flat.local is None and self._take_over(state, grad, weight):
             return
         if flat.local is None:
@@ -100,7 +109,7 @@ class Reducer:
         return True
 
     def _take(self, flat: FlatState, numel: int, kind: Kind) -> torch.Tensor:
-        return self._executor.pool.take(numel, flat.precision.reduce, flat.master.device, kind)
+        return self._executor.pool.take(numel, flat.precision.reduce, flat.device, kind)
 
     def _complete_local(self, flat: FlatState) -> torch.Tensor:
         """The full local gradients, with zeros where there are none."""
@@ -156,16 +165,35 @@ class Reducer:
             self._receipts.append(reduction.handle.receipt)
             batch.append(_InFlight(name, flat, local, is_pooled, reduction))
         self._in_flight.append(batch)
+        self._executor.is_reducing = self._executor.is_lean
 
     def _complete_ready(self) -> None:
         """Add up what has arrived. Where ranks go the same way, wait a while for the oldest: memory in flight is bounded."""
-        limit = time.monotonic() + (_PATIENCE_SECONDS if self.is_steady else 0.0)
-        while self._in_flight:
-            while not all(item.reduction.is_done for item in self._in_flight[0]):
-                if len(self._in_flight) <= _MOST_IN_FLIGHT or time.monotonic() > limit:
-                    return
-                time.sleep(0.00005)
+        patience_seconds = _PATIENCE_SECONDS if self.is_steady else _FIRST_PATIENCE_SECONDS if self._is_hopeful else 0.0
+        limit = time.monotonic() + patience_seconds
+        while self._in_flight and self._wait_for(self._in_flight[0], limit):
             self._complete(self._in_flight.popleft())
+        if not self.is_steady and len(self._in_flight) > self._most_in_flight:
+            self._is_hopeful = False
+        self._end_reducing()
+
+    def _end_reducing(self) -> None:
+        """When nothing is under way any more, its memory is free for what was to be gathered ahead."""
+        if self._executor.is_reducing and not self._in_flight:
+            self._executor.is_reducing = False
+            self._executor.gather_postponed()
+
+    def _wait_for(self, batch: list[_InFlight], limit: float) -> bool:
+        """Whether a batch has arrived; waits for it until a limit, if there are more behind it than may be."""
+        begin = time.monotonic()
+        is_there = True
+        while not all(item.reduction.is_done for item in batch):
+            if len(self._in_flight) <= self._most_in_flight or time.monotonic() > limit:
+                is_there = False
+                break
+            time.sleep(_PAUSE_SECONDS)
+        self._executor.meter.wait(time.monotonic() - begin)
+        return is_there
 
     @staticmethod
     def _trained_flats(unit: UnitState) -> list[FlatState]:
@@ -175,11 +203,18 @@ class Reducer:
     def _complete(self, batch: list[_InFlight]) -> None:
         for item in batch:
             flat, reduction = item.flat, item.reduction
-            self._executor.record("reduce", item.name, reduction.handle, reduction.wait())
+            reduction.wait()
             low, high = flat.layout.bounds(reduction.rank)
             is_kept = self._is_kept_whole(item)
-            values = item.local if is_kept else self._take(flat, high - low, Kind.GRAD)
-            squares = reduction.add_up(values[low:high] if is_kept else values)
+            is_lean = self._executor.is_lean
+            values = item.local if is_kept or is_lean else self._take(flat, high - low, Kind.GRAD)
+            self._executor.note_activations()
+            # Where memory goes before time, the digest takes the squares from the gradients, when there is more of it again.
+            squares = reduction.add_up(values[low:high] if is_kept or is_lean else values, with_squares=not is_lean)
+            self._executor.record("reduce", item.name, reduction.handle, reduction.waited_seconds)
+            self._free_room(reduction)
+            if is_lean and not is_kept:
+                values = self._take(flat, high - low, Kind.GRAD).copy_(item.local[low:high])
             if is_kept:
                 self._executor.ledger.add(Kind.FULL_GRAD, -values.nbytes)
                 self._executor.ledger.add(Kind.GRAD, values.nbytes)
@@ -191,9 +226,24 @@ class Reducer:
                 label = f"reduced gradients of '{item.name or '(root)'}'"
                 regather = self._executor.lanes.regather.all_gather(values, flat.layout.cuts, label=label)
                 self._regathers.append((item.name, regather))
-            if reduction.room is not None:
-                self._executor.pool.give(reduction.room, Kind.WIRE)
             self._completed.append(_Completed(flat, GradBuffer(values, 0 if is_kept else low, self._executor.pool), squares))
+            if StateKind.OPTIM in self._executor.plan.sharded:
+                self._bring_to_rest(self._completed[-1])
+
+    def _free_room(self, reduction: Reduction) -> None:
+        room, reduction.room, reduction.handle.result = reduction.room, None, None
+        if room is not None:
+            self._executor.pool.give(room, Kind.WIRE)
+
+    def _bring_to_rest(self, item: _Completed) -> None:
+        """Let reduced gradients go where they rest, if that is not on the device: this rank's part of them."""
+        flat, before = item.flat, item.buffer
+        if before.values.device == flat.grad_device:
+            return
+        low, high = flat.bounds
+        values = self._executor.pool.take(high - low, flat.precision.reduce, flat.grad_device, Kind.GRAD)
+        values.copy_(before.values[low - before.start : high - before.start])
+        item.buffer = GradBuffer(values, low, self._executor.pool)
 
     def _is_kept_whole(self, item: _InFlight) -> bool:
         """Whether the local buffer goes on as that of the reduced gradients."""
@@ -204,12 +254,12 @@ class Reducer:
         """Wait for all reductions under way."""
         while self._in_flight:
             self._complete(self._in_flight.popleft())
+        self._end_reducing()
         for name, handle in self._regathers:
             self._executor.wait(handle, "gather gradients", name)
         self._receipts.extend(handle.receipt for _, handle in self._regathers)
         self._regathers.clear()
-        for receipt in self._receipts:  # From here on users may change what peers have read, or let go of it.
-            receipt.wait()
+        self._executor.wait_until_read(self._receipts)  # From here on users may change what peers have read, or let go of it.
         self._receipts.clear()
         self._executor.sweep()
 
@@ -219,9 +269,12 @@ class Reducer:
         Returns the sums of squares of their blocks, by the identity of the buffer, where nothing was added.
         """
         completed, self._completed = self._completed, []
+        for item in completed:
+            self._bring_to_rest(item)
         squares: dict[int, torch.Tensor] = {}
         for item in completed:
-            squares[id(item.flat)] = item.squares
+            if item.squares is not None:
+                squares[id(item.flat)] = item.squares
         for item in completed:
             for state in item.flat.params:
                 if not is_used(state):
@@ -231,7 +284,9 @@ class Reducer:
                 if held is not None:
                     squares.pop(id(item.flat), None)
                 if isinstance(held, GradFace) and held.reduced is not None and face.reduced is not None:
-                    face.reduced.add_(held.reduced if held.factor is None else held.reduced * held.factor)
+                    face.reduced.add_(
+                        held.reduced if held.factor is None else held.reduced * held.factor.to(held.reduced.device)
+                    )
                 elif held is not None and not isinstance(held, GradFace) and face.reduced is not None:
                     face.reduced.add_(held.view_as(face.reduced))
                 state.segment.grad = face

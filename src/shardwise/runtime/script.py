@@ -15,6 +15,11 @@ class Script:
         self._at = 0
         self.strays: list[str] = []
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further moment comes."""
+        return self._at == len(self._entries)
+
     def arrive(self, unit: str) -> tuple[Sequence[Entry], Entry | None]:
         """Go to the next moment of a unit: the entries passed over, and its own (None if it does not come any more)."""
         for position in range(self._at, len(self._entries)):

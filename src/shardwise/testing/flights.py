@@ -23,11 +23,12 @@ WATCH_SECONDS = 1.0
 class WorkerHandle:
     """The parent's end of one worker process."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, num_devices: int = 0) -> None:
         context = get_context("spawn")
         self.pipe, pipe_end = context.Pipe()
         self._stacks, stacks_end = context.Pipe(duplex=False)
-        self._process = context.Process(target=work, args=(pipe_end, stacks_end), name=f"shardwise-rank{rank}", daemon=True)
+        ends = (pipe_end, stacks_end, num_devices)
+        self._process = context.Process(target=work, args=ends, name=f"shardwise-rank{rank}", daemon=True)
         self._process.start()
         # Only the worker may hold its ends, or its death would go unnoticed.
         pipe_end.close()

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardwise.devices import sim
 from shardwise.devices.pool import Poison
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -99,9 +100,11 @@ def _import_path(module_name: str) -> list[str]:
     return list(sys.path)
 
 
-def work(pipe: Connection, stacks: Connection) -> None:
-    """Serve jobs until the parent closes the pipe or dies."""
+def work(pipe: Connection, stacks: Connection, num_devices: int) -> None:
+    """Serve jobs until the parent closes the pipe or dies, with so many simulated devices."""
     _prepare(stacks)
+    if num_devices:
+        sim.enable(num_devices)
     state = _ProcessState()
     try:
         pipe.send_bytes(READY)
@@ -152,6 +155,8 @@ class _ProcessState:
         torch.set_default_dtype(self._default_dtype)
         torch.set_num_threads(self._num_threads)
         Poison.enabled = True
+        for device in range(sim.num_devices()):
+            sim.configure(device, capacity_bytes=0, bytes_per_second=0.0)
         if self._environment != os.environ:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -179,8 +184,10 @@ def _import_module(call: Call) -> None:
 
 def _join_group(job: Job, store_file: str) -> None:
     # Not a TCPStore: it looks its peers' names up at every connection, and takes seconds wherever DNS does not answer.
+    if sim.is_enabled():
+        torch.accelerator.set_device_index(job.rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,sim:sim" if sim.is_enabled() else "gloo",
         init_method=f"file://{store_file}",
         rank=job.rank,
         world_size=job.num_ranks,

@@ -39,11 +39,13 @@ class World:
     Args:
         num_ranks_max: the most ranks that a job may ask for.
         grace_seconds: how long the other ranks may go on once one has failed.
+        num_devices: how many simulated devices each process has; rank r begins on ``sim:r``.
     """
 
-    def __init__(self, num_ranks_max: int = 4, *, grace_seconds: float = GRACE_SECONDS) -> None:
+    def __init__(self, num_ranks_max: int = 4, *, grace_seconds: float = GRACE_SECONDS, num_devices: int = 0) -> None:
         self.num_ranks_max = num_ranks_max
         self.grace_seconds = grace_seconds
+        self._num_devices = num_devices
         self._workers: dict[int, WorkerHandle] = {}
         self._is_closed = False
         atexit.register(self.close)
@@ -115,7 +117,7 @@ class World:
             if rank in self._workers and not self._workers[rank].is_alive():
                 self._workers.pop(rank).kill()
             if rank not in self._workers:
-                self._workers[rank] = WorkerHandle(rank)
+                self._workers[rank] = WorkerHandle(rank, self._num_devices)
         workers = {rank: self._workers[rank] for rank in range(num_ranks)}
         for worker in workers.values():
             worker.await_ready()

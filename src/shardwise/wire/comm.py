@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.wire.notices import LocalNotices, Notices
 
 
 class Receipt(Protocol):
@@ -42,8 +43,18 @@ ALL_READ = _AllRead()
 
 
 @dataclass
+class Moved:
+    """How long this rank itself moved bytes of a collective."""
+
+    seconds: float = 0.0
+
+
+@dataclass
 class Handle:
-    """A collective under way. ``result`` may be read after ``wait``."""
+    """A collective under way. ``result`` may be read after ``wait``.
+
+    ``link`` says what its bytes go over; ``moved`` is there where this rank moves them itself, and not the network.
+    """
 
     op: str
     wire_bytes: int = 0
@@ -54,6 +65,15 @@ class Handle:
     _keep: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     receipt: Receipt = field(default=ALL_READ, repr=False)
     _cancel: Callable[[], None] | None = None
+    link: str = ""
+    moved: Moved | None = None
+    begin_seconds: float = field(default_factory=time.perf_counter)
+    end_seconds: float = 0.0
+
+    @property
+    def moving_seconds(self) -> float:
+        """How long its bytes were on their way, or at most, where only its beginning and its end are known."""
+        return self.end_seconds - self.begin_seconds if self.moved is None else self.moved.seconds
 
     @property
     def is_done(self) -> bool:
@@ -66,6 +86,7 @@ class Handle:
             return self.wait()
         self._finish = None
         self._cancel()
+        self.end_seconds = time.perf_counter()
         return 0.0
 
     def wait(self) -> float:
@@ -76,13 +97,17 @@ class Handle:
         begin = time.perf_counter()
         finish()
         # Keep the sent buffers until the collective ends: the allocator would hand their memory on.
-        self._keep = ()
-        return time.perf_counter() - begin
+        self._keep, self._poll = (), None
+        self.end_seconds = time.perf_counter()
+        return self.end_seconds - begin
 
 
 @dataclass
 class Exchange(Handle):
-    """An exchange under way. After ``wait``, ``part`` gives what ranks brought of one's own part, until ``close``."""
+    """An exchange under way. After ``wait``, ``part`` gives what ranks brought of one's own part, until ``close``.
+
+    Where this rank moves the bytes itself, it does so in ``part``: ``moved`` is then part of the time that is waited.
+    """
 
     _part: Callable[[int, int, int], torch.Tensor] | None = None
     _close: Callable[[], None] | None = None
@@ -113,6 +138,8 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    link: str
+    """What bytes go over, for reports."""
     is_staged: bool
     """Whether an exchange needs room for all ranks' versions of one's own part; else they are read from where they are."""
 
@@ -151,7 +178,8 @@ class Comm(Protocol):
 class Lanes:
     """The lanes of one engine, each with an order of its own: parameters, reductions of gradients, reduced gradients.
 
-    ``release`` hands them back when the engine is gone.
+    ``release`` hands them back when the engine is gone. ``notices`` are for what is done beside the steps, in any thread;
+    ``deadline_seconds`` is how long a collective may take.
     """
 
     gather: Comm
@@ -159,6 +187,8 @@ class Lanes:
     regather: Comm
     hosts: tuple[str, ...]
     release: Callable[[], None] = lambda: None
+    notices: Notices = field(default_factory=LocalNotices)
+    deadline_seconds: float = 1800.0
 
     @property
     def rank(self) -> int:
@@ -191,9 +221,24 @@ def gather_bytes(comm: Comm, payload: bytes, *, label: str) -> list[bytes]:
         return [payload]
     counts = [int(length) for length in lengths.result.flatten()]
     padded = torch.zeros(max(*counts, 1), dtype=torch.uint8)
-    padded[: len(payload)] = torch.tensor(list(payload), dtype=torch.uint8)
+    if payload:
+        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     rows = comm.gather_small(padded, label=label)
     rows.wait()
     if rows.result is None:
         return [payload]
-    return [bytes(row[:count].tolist()) for row, count in zip(rows.result.cpu(), counts, strict=True)]
+    return [row[:count].numpy().tobytes() for row, count in zip(rows.result.cpu(), counts, strict=True)]
+
+
+def broadcast_bytes(comm: Comm, payload: bytes, source: int, *, label: str) -> bytes:
+    """The bytes of one rank, on all."""
+    lengths = comm.gather_small(torch.tensor([len(payload)]), label=label)
+    lengths.wait()
+    if lengths.result is None or comm.size == 1:
+        return payload
+    size = max(1, int(lengths.result.flatten()[source]))
+    buffer = torch.zeros(size, dtype=torch.uint8, device=lengths.result.device)
+    if payload and comm.rank == source:
+        buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    comm.broadcast(buffer, source, label=label).wait()
+    return buffer[: int(lengths.result.flatten()[source])].cpu().numpy().tobytes()

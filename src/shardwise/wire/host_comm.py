@@ -2,86 +2,33 @@
 
 Each rank keeps a *board* for each lane, in its own memory: a row for each collective that says where the bytes lie that this
 rank brings, and a row for each that says it has read what the others brought. Peers look at it; nobody writes to another's
-memory. What lies at an address must stay there until all have read it: ``Handle.is_read`` tells.
+memory. What lies at an address must stay there until all have read it: ``Handle.receipt`` tells.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from shardwise.devices import cross_memory
-from shardwise.wire.comm import Exchange, Handle, Room, gather_bytes, put_in_place
+from shardwise.wire.board import Board, PeerBoard, new_row
+from shardwise.wire.comm import Exchange, Handle, Moved, Room, gather_bytes, put_in_place
 from shardwise.wire.torch_comm import TorchComm, raw_bytes
 
-_NUM_ROWS = 1024
-"""Collectives of one lane that a rank may be ahead of another."""
-_ROW_WIDTH = 4
 _FAREWELL_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class _Peer:
-    """Where another rank's board lies."""
-
-    process: int
-    address: int
-    nonce: int
-
-
-class Board:
-    """What one rank tells the others about one lane: a nonce, then announcements, then what it has finished reading."""
-
-    def __init__(self) -> None:
-        self.nonce = secrets.randbits(62)
-        self._cells = np.zeros(_ROW_WIDTH + _NUM_ROWS * (_ROW_WIDTH + 1), dtype=np.int64)
-        self._cells[0] = self.nonce
-
-    @property
-    def address(self) -> int:
-        """Where it lies in this process."""
-        return int(self._cells.ctypes.data)
-
-    def leave(self) -> None:
-        """Say that this rank reads nothing more."""
-        self._cells[1] = 1
-
-    def announce(self, sequence: int, address: int, num_bytes: int) -> None:
-        """Say where the bytes of a collective lie."""
-        at = _announced_at(sequence)
-        self._cells[at : at + _ROW_WIDTH] = (sequence + 1, address, num_bytes, _check(sequence + 1, address, num_bytes))
-
-    def finish(self, sequence: int) -> None:
-        """Say that all that others brought to a collective was read."""
-        self._cells[_finished_at(sequence)] = sequence + 1
-
-
-def _announced_at(sequence: int) -> int:
-    return _ROW_WIDTH * (1 + sequence % _NUM_ROWS)
-
-
-def _finished_at(sequence: int) -> int:
-    return _ROW_WIDTH * (1 + _NUM_ROWS) + sequence % _NUM_ROWS
-
-
-def _check(stamp: int, address: int, num_bytes: int) -> int:
-    """A row may be seen half written: its last cell shows whether it was."""
-    return (stamp * 0x9E3779B1 ^ address ^ num_bytes << 20) & (2**62 - 1)
-
-
-@dataclass(frozen=True)
-class _Receipt:
+class _Receipt(NamedTuple):
     """Whether one's bytes of a collective were read by all."""
 
     comm: HostComm
@@ -101,9 +48,10 @@ class _Receipt:
 class HostComm:
     """One lane between ranks of one host."""
 
+    link = "host memory"
     is_staged = False
 
-    def __init__(self, lane: TorchComm, board: Board, peers: Sequence[_Peer], deadline: timedelta) -> None:
+    def __init__(self, lane: TorchComm, board: Board, peers: Sequence[PeerBoard], deadline: timedelta) -> None:
         self.rank = lane.rank
         self.size = lane.size
         self._others = [(lane.rank + step) % lane.size for step in range(1, lane.size)]
@@ -113,8 +61,8 @@ class HostComm:
         self._deadline_seconds = deadline.total_seconds()
         self._sequence = 0
         self._unread: dict[int, torch.Tensor] = {}
-        self._row = torch.zeros(_ROW_WIDTH, dtype=torch.int64)
-        self._cell = torch.zeros(1, dtype=torch.int64)
+        self._read_until = dict.fromkeys(self._others, 0)
+        """The first collective of this rank that a peer had not read when it was last asked."""
         _ALL.add(self)
 
     @property
@@ -136,22 +84,25 @@ class HostComm:
     def _gather(self, own: torch.Tensor, cuts: Sequence[int], prepare: Room, result: torch.Tensor | None, label: str) -> Handle:
         sequence, item = self._announce(raw_bytes(own)), own.element_size()
         raw: list[torch.Tensor] = []
+        moved = Moved()
 
         def read(peer: int, address: int) -> None:
             if not raw:
                 raw.append(raw_bytes(prepare()))
-            cross_memory.read(self._peers[peer].process, address, raw[0][cuts[peer] * item : cuts[peer + 1] * item])
+            self._copy(peer, address, raw[0][cuts[peer] * item : cuts[peer + 1] * item], moved)
 
         sizes = [(b - a) * item for a, b in pairwise(cuts)]
         wire_bytes = cuts[-1] * item - own.nbytes
-        return self._handle("all_gather", label, wire_bytes, self.size - 1, result, sequence, sizes, read)
+        return self._handle("all_gather", label, wire_bytes, self.size - 1, result, sequence, sizes, read, moved)
 
     def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, room: torch.Tensor | None = None, label: str) -> Exchange:
         """Let peers read their parts of ``source``, piece by piece, as they add them up."""
         start, item = cuts[self.rank], source.element_size()
         sequence = self._announce(raw_bytes(source))
+        where = f"exchange for {label}"
         addresses: dict[int, int] = {}
         scratch: dict[int, torch.Tensor] = {}
+        moved = Moved()
 
         def note(peer: int, address: int) -> None:
             addresses[peer] = address
@@ -159,16 +110,22 @@ class HostComm:
         def part(rank: int, low: int, high: int) -> torch.Tensor:
             if rank == self.rank:
                 return source[start + low : start + high]
-            if rank not in scratch or scratch[rank].nbytes < (high - low) * item:
-                scratch[rank] = torch.empty((high - low) * item, dtype=torch.uint8)
-            piece = scratch[rank][: (high - low) * item]
-            where = f"exchange for {label}"
-            self._read(rank, addresses[rank] + (start + low) * item, piece, where)
-            return piece.view(source.dtype)
+            piece = scratch.get(rank)
+            if piece is None or piece.numel() < high - low:
+                piece = scratch[rank] = torch.empty(high - low, dtype=source.dtype)
+            if piece.numel() > high - low:
+                piece = piece[: high - low]
+            try:
+                self._copy(rank, addresses[rank] + (start + low) * item, piece, moved)
+            except OSError as error:
+                raise self._lane.failed(where, error) from error
+            return piece
 
         wire_bytes = (cuts[-1] - (cuts[self.rank + 1] - start)) * item
         sizes = [cuts[-1] * item] * self.size
-        handle = self._handle("exchange", label, wire_bytes, self.size - 1, None, sequence, sizes, note, is_finished=False)
+        handle = self._handle(
+            "exchange", label, wire_bytes, self.size - 1, None, sequence, sizes, note, moved, is_finished=False
+        )
         return Exchange(**vars(handle), _part=part, _close=lambda: self._board.finish(sequence))
 
     def swap(
@@ -183,13 +140,14 @@ class HostComm:
         is_source = self.rank == source
         # A copy, since the source goes on before all have read.
         sequence = self._announce(raw.clone() if is_source else raw[:0])
+        moved = Moved()
 
         def read(peer: int, address: int) -> None:
             if peer == source:
-                cross_memory.read(self._peers[peer].process, address, raw)
+                self._copy(peer, address, raw, moved)
 
         sizes = [raw.nbytes if peer == source else 0 for peer in range(self.size)]
-        return self._handle("broadcast", label, raw.nbytes, 1, buffer, sequence, sizes, read)
+        return self._handle("broadcast", label, raw.nbytes, 1, buffer, sequence, sizes, read, moved)
 
     def gather_small(self, values: torch.Tensor, *, label: str) -> Handle:
         """Read all ranks' values."""
@@ -197,12 +155,13 @@ class HostComm:
         rows = values.new_empty((self.size, *values.shape))
         rows[self.rank] = values
         sequence = self._announce(mine)
+        moved = Moved()
 
         def read(peer: int, address: int) -> None:
-            cross_memory.read(self._peers[peer].process, address, raw_bytes(rows[peer]))
+            self._copy(peer, address, raw_bytes(rows[peer]), moved)
 
-        wire_bytes = mine.nbytes * (self.size - 1)
-        return self._handle("gather_small", label, wire_bytes, self.size - 1, rows, sequence, [mine.nbytes] * self.size, read)
+        wire_bytes, sizes = mine.nbytes * (self.size - 1), [mine.nbytes] * self.size
+        return self._handle("gather_small", label, wire_bytes, self.size - 1, rows, sequence, sizes, read, moved)
 
     # How it is done
 
@@ -211,7 +170,7 @@ class HostComm:
         sequence, self._sequence = self._sequence, self._sequence + 1
         while self._unread and self.has_been_read(next(iter(self._unread))):
             pass
-        if self._unread and sequence - next(iter(self._unread)) >= _NUM_ROWS:
+        if self._unread and sequence - next(iter(self._unread)) >= self._board.num_rows:
             oldest = next(iter(self._unread))
             self.wait_until_read(oldest, "an early collective")
         self._unread[sequence] = raw
@@ -229,16 +188,18 @@ class HostComm:
         sequence: int,
         sizes: Sequence[int],
         read: Callable[[int, int], None],
+        moved: Moved,
         *,
         is_finished: bool = True,
     ) -> Handle:
         """What waits for each peer's announcement, and reads what it brought."""
         where = f"{op} for {label}"
+        seen: dict[int, tuple[int, int]] = {}
 
         def finish() -> None:
             try:
                 for peer in self._others:
-                    read(peer, self._address_of(peer, sequence, sizes[peer]))
+                    read(peer, self._address_of(peer, sequence, sizes[peer], seen.get(peer)))
             except (OSError, TimeoutError) as error:
                 raise self._lane.failed(where, error) from error
             if is_finished:
@@ -246,32 +207,38 @@ class HostComm:
 
         def poll() -> bool:
             try:
-                return all([self._look(peer, sequence) is not None for peer in self._others])
+                for peer in self._others:
+                    if peer not in seen:
+                        row = self._peers[peer].find(sequence)
+                        if row is None:
+                            return False
+                        seen[peer] = row
             except OSError:
-                return True  # A peer is gone: waiting ends at once, and says so.
+                pass  # A peer is gone: waiting ends at once, and says so.
+            return True
 
         receipt = _Receipt(self, sequence, where)
-        return Handle(op, wire_bytes, num_messages, result, finish, poll, (), receipt, lambda: self._board.finish(sequence))
+        cancel = partial(self._board.finish, sequence)
+        return Handle(op, wire_bytes, num_messages, result, finish, poll, (), receipt, cancel, self.link, moved)
 
-    def _read(self, peer: int, address: int, target: torch.Tensor, where: str) -> None:
-        try:
-            cross_memory.read(self._peers[peer].process, address, target)
-        except OSError as error:
-            raise self._lane.failed(where, error) from error
+    def _copy(self, peer: int, address: int, target: torch.Tensor, moved: Moved) -> None:
+        begin = time.perf_counter()
+        cross_memory.read(self._peers[peer].process, address, target)
+        moved.seconds += time.perf_counter() - begin
 
-    def _address_of(self, peer: int, sequence: int, num_bytes: int) -> int:
-        found: tuple[int, int] | None = None
+    def _address_of(self, peer: int, sequence: int, num_bytes: int, found: tuple[int, int] | None) -> int:
         num_looks = 0
 
         def is_there() -> bool:
             nonlocal found, num_looks
-            found = self._look(peer, sequence)
+            found = self._peers[peer].find(sequence)
             num_looks += 1
             if found is None and num_looks % 64 == 0:
                 self._check_presence(peer, sequence)
             return found is not None
 
-        self._until(is_there, f"rank {peer} has not come")
+        if found is None and not is_there():
+            self._until(is_there, f"rank {peer} has not come")
         if found is None:
             raise TimeoutError(f"rank {peer} has not come")
         address, size = found
@@ -282,12 +249,10 @@ class HostComm:
     def _check_presence(self, awaited: int, sequence: int) -> None:
         """Do not wait for one who has left, nor where another has died: the one who is waited for may wait for that one."""
         for peer in self._others:
-            target = self._peers[peer]
-            cross_memory.read(target.process, target.address, self._row)
-            nonce, is_leaving, _, _ = self._row.tolist()
-            if nonce != target.nonce:
-                raise OSError(f"process {target.process} is not rank {peer} any more")
-            if peer == awaited and is_leaving and self._look(peer, sequence) is None:
+            presence = self._peers[peer].presence()
+            if not presence.is_there:
+                raise OSError(f"process {self._peers[peer].process} is not rank {peer} any more")
+            if peer == awaited and presence.is_leaving and self._peers[peer].find(sequence) is None:
                 raise OSError(f"rank {peer} has ended")
 
     def _until(self, is_true: Callable[[], bool], what: str) -> None:
@@ -300,19 +265,11 @@ class HostComm:
             time.sleep(pause_seconds)
             pause_seconds = min(0.0005, pause_seconds + 0.00002)
 
-    def _look(self, peer: int, sequence: int) -> tuple[int, int] | None:
-        """Where a peer's bytes lie and how many there are, or None if it has not come to a collective."""
-        target = self._peers[peer]
-        cross_memory.read(target.process, target.address + 8 * _announced_at(sequence), self._row)
-        stamp, address, num_bytes, check = self._row.tolist()
-        is_there = stamp == sequence + 1 and check == _check(stamp, address, num_bytes)
-        return (address, num_bytes) if is_there else None
-
     def has_been_read(self, sequence: int) -> bool:
         """Whether all peers have read what this rank brought: then it is let go. One that is gone will not read any more."""
         if sequence in self._unread:
-            for peer in self._others:
-                if not self._has_read(peer, sequence):
+            for peer, end in self._read_until.items():
+                if sequence >= end and not self._has_read(peer, sequence):
                     return False
             del self._unread[sequence]
             if not self._unread:
@@ -327,16 +284,14 @@ class HostComm:
             raise self._lane.failed(where, error) from error
 
     def _has_read(self, peer: int, sequence: int) -> bool:
-        target = self._peers[peer]
         try:
-            cross_memory.read(target.process, target.address + 8 * _finished_at(sequence), self._cell)
-            if int(self._cell) >= sequence + 1:
+            presence = self._peers[peer].presence()
+            if presence.is_leaving or not presence.is_there:
                 return True
-            cross_memory.read(target.process, target.address, self._row)
+            self._read_until[peer] = presence.read_until
+            return sequence < presence.read_until or self._peers[peer].has_finished(sequence)
         except OSError:
             return True
-        nonce, is_leaving, _, _ = self._row.tolist()
-        return bool(is_leaving) or nonce != target.nonce
 
     def leave(self) -> None:
         """Say that this rank will read nothing more."""
@@ -367,25 +322,31 @@ def farewell() -> None:
 
 def host_comms(lanes: Sequence[TorchComm], deadline: timedelta) -> list[HostComm] | None:
     """The same lanes through each other's memory, or None where ranks cannot read each other. Called by all ranks."""
+    _let_go()
     first = lanes[0]
     boards = [Board() for _ in lanes]
     cross_memory.allow_reading()
     mine = [cross_memory.is_available(), os.getpid(), *(part for board in boards for part in (board.address, board.nonce))]
     told = gather_bytes(first, " ".join(str(int(number)) for number in mine).encode(), label="boards")
     facts = [[int(word) for word in text.split()] for text in told]
-    peers = [[_Peer(row[1], row[2 + 2 * lane], row[3 + 2 * lane]) for row in facts] for lane in range(len(lanes))]
-    can_read = all(row[0] for row in facts) and all(_has_nonce(peer) for column in peers for peer in column)
+    rows = [new_row() for _ in lanes]
+    peers = [[PeerBoard(fact[1], fact[2 + 2 * at], fact[3 + 2 * at], row) for fact in facts] for at, row in enumerate(rows)]
+    can_read = all(row[0] for row in facts) and all(_is_there(peer) for column in peers for peer in column)
     verdicts = gather_bytes(first, b"y" if can_read else b"n", label="whether ranks can read each other's memory")
     if any(verdict != b"y" for verdict in verdicts):
         return None
     return [HostComm(lane, board, peers[at], deadline) for at, (lane, board) in enumerate(zip(lanes, boards, strict=True))]
 
 
-def _has_nonce(peer: _Peer) -> bool:
+def _let_go() -> None:
+    """Forget lanes that are not used any more and whose last collective was read by now: each keeps threads and sockets."""
+    for comm in list(_HOLDING):
+        comm.is_all_read()
+
+
+def _is_there(peer: PeerBoard) -> bool:
     """Whether a process is the rank it is taken for, and may be read. In another container, its number means another one."""
-    cell = torch.zeros(1, dtype=torch.int64)
     try:
-        cross_memory.read(peer.process, peer.address, cell)
+        return peer.presence().is_there
     except OSError:
         return False
-    return int(cell) == peer.nonce

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwise.devices import torch_private
 from shardwise.wire.comm import Lanes, gather_bytes
 from shardwise.wire.host_comm import HostComm, host_comms
+from shardwise.wire.notices import StoreNotices
 from shardwise.wire.postmortem import PostMortem
 from shardwise.wire.torch_comm import TorchComm
 
@@ -63,7 +64,8 @@ def torch_lanes(group: dist.ProcessGroup | None, device: torch.device, deadline:
         sets.append(chosen)
     chosen.is_free = False
     gather, reduce, regather = chosen.comms
-    return Lanes(gather, reduce, regather, chosen.hosts, chosen.release)
+    notices = StoreNotices(torch_private.default_store(), _group_key(ranks))
+    return Lanes(gather, reduce, regather, chosen.hosts, chosen.release, notices, timeout.total_seconds())
 
 
 def _agree_on_free(sets: list[_Set], group: dist.ProcessGroup | None, device: torch.device) -> _Set | None:

@@ -21,6 +21,7 @@ class SoloComm:
 
     rank = 0
     size = 1
+    link = ""
     is_staged = False
 
     def all_gather(self, buffer: torch.Tensor, cuts: Sequence[int], *, label: str) -> Handle:
@@ -70,6 +71,7 @@ class ThreadComm:
     So values are there after ``wait`` and not before, and lanes do not wait for each other, as between processes.
     """
 
+    link = "in process"
     is_staged = True
 
     def __init__(self, rank: int, size: int, lane: _Lane) -> None:
@@ -99,7 +101,7 @@ class ThreadComm:
 
         finish = self._meet(f"all_gather of {buffer.numel()} {buffer.dtype}: {label}", buffer, read)
         own = cuts[self.rank + 1] - cuts[self.rank]
-        return Handle("all_gather", (cuts[-1] - own) * buffer.element_size(), self.size - 1, buffer, finish)
+        return Handle("all_gather", (cuts[-1] - own) * buffer.element_size(), self.size - 1, buffer, finish, link=self.link)
 
     def exchange(self, source: torch.Tensor, cuts: Sequence[int], *, room: torch.Tensor | None = None, label: str) -> Exchange:
         """Collect every rank's version of one's own slice."""
@@ -127,7 +129,7 @@ class ThreadComm:
             for letter, target in expected:
                 target.copy_(self._lane.collect(letter, label))
 
-        return Handle("swap", sum(t.numel() * t.element_size() for _, t in sends), len(sends), None, finish)
+        return Handle("swap", sum(t.numel() * t.element_size() for _, t in sends), len(sends), None, finish, link=self.link)
 
     def _next_letter(self, source: int, target: int) -> tuple[int, int, int]:
         self._num_letters[source, target] += 1
@@ -141,7 +143,7 @@ class ThreadComm:
                 buffer.copy_(brought[source])
 
         finish = self._meet(f"broadcast of {buffer.numel()} {buffer.dtype}: {label}", buffer, read)
-        return Handle("broadcast", buffer.numel() * buffer.element_size(), 1, buffer, finish)
+        return Handle("broadcast", buffer.numel() * buffer.element_size(), 1, buffer, finish, link=self.link)
 
     def gather_small(self, values: torch.Tensor, *, label: str) -> Handle:
         """Stack all ranks' values."""
@@ -152,7 +154,8 @@ class ThreadComm:
                 rows[peer].copy_(theirs)
 
         finish = self._meet(f"gather_small of {values.numel()} {values.dtype}: {label}", values, read)
-        return Handle("gather_small", values.numel() * values.element_size() * (self.size - 1), self.size - 1, rows, finish)
+        wire_bytes = values.numel() * values.element_size() * (self.size - 1)
+        return Handle("gather_small", wire_bytes, self.size - 1, rows, finish, link=self.link)
 
 
 class _Lane:

@@ -33,6 +33,7 @@ class TorchComm:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, post_mortem: PostMortem) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.link = str(dist.get_backend(group))
         self._group = group
         self._device = device
         self._post_mortem = post_mortem
@@ -167,7 +168,8 @@ class TorchComm:
         def poll() -> bool:
             return all(work.is_completed() for work in call.works)
 
-        return Handle(op, wire_bytes, num_messages, result, finish, poll, () if keep is None else (keep,))
+        kept = () if keep is None else (keep,)
+        return Handle(op, wire_bytes, num_messages, result, finish, poll, kept, link=self.link)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

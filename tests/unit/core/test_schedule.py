@@ -1,6 +1,7 @@
 """Schedules of small models, written out at each stage and depth; and what holds for any trace."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,16 +65,16 @@ def test_stages_1_and_2_gather_what_was_updated(stage: int) -> None:
 
 def test_stage_3_gathers_around_each_use() -> None:
     assert schedule_at(3) == [
-        "<a: gather a", ">a: release a", "<b: gather b", ">b: release b", "<c: gather c", ">c: release c",
-        "(c: gather c", ")c: reduce c, release c", "(b: gather b", ")b: reduce b, release b",
+        "<a: gather a", ">a: release a", "<b: gather b", ">b: release b", "<c: gather c",
+        ")c: reduce c, release c", "(b: gather b", ")b: reduce b, release b",
         "(a: gather a", ")a: reduce a, release a", *UPDATES,
     ]  # fmt: skip
 
 
 def test_prefetch_gathers_ahead_once() -> None:
     assert schedule_at(3, prefetch=1) == [
-        "<a: gather a, gather b", ">a: release a", "<b: gather c", ">b: release b", ">c: release c",
-        "(c: gather c, gather b", ")c: reduce c, release c", "(b: gather a", ")b: reduce b, release b",
+        "<a: gather a, gather b", ">a: release a", "<b: gather c", ">b: release b",
+        "(c: gather b", ")c: reduce c, release c", "(b: gather a", ")b: reduce b, release b",
         ")a: reduce a, release a", *UPDATES,
     ]  # fmt: skip
     assert (
@@ -93,10 +94,30 @@ def test_what_stays_gathered_is_not_gathered_again() -> None:
 def test_root_stays_open_around_its_children() -> None:
     units = [unit(""), unit("a"), unit("b")]
     schedule = build_schedule(units, Plan(stage=3, prefetch=0), trace_of("< <a >a <b >b >"))
-    assert written(schedule)[:11] == [
-        "<: gather", "<a: gather a", ">a: release a", "<b: gather b", ">b: release b", ">: release",
-        "(: gather", "(b: gather b", ")b: reduce b, release b", "(a: gather a", ")a: reduce a, release a",
+    assert written(schedule)[:6] == [
+        "<: gather", "<a: gather a", ">a: release a", "<b: gather b",
+        ")b: reduce b, release b", "(a: gather a",
     ]  # fmt: skip
+
+
+def kept(calls: str, backward: Sequence[Moment] | None = None) -> frozenset[str]:
+    trace = trace_of(calls)
+    units = [unit(name) for name in sorted({moment.unit for moment in trace.forward})]
+    trace = trace if backward is None else replace(trace, backward=tuple(backward))
+    return build_schedule(units, Plan(stage=3, prefetch=0), trace).kept_units
+
+
+def test_what_the_forward_closes_last_and_the_backward_opens_first_is_kept() -> None:
+    assert kept("<a >a <b >b") == {"b"}
+    assert kept("< <a >a <b >b >") == {"", "b"}
+    assert kept("< <a >a <b <c >c >b >") == {"", "b", "c"}
+    # Another order in the backward: what it opens only later is released in between.
+    turned = [Moment(Point.PRE_BACKWARD, "a"), Moment(Point.POST_BACKWARD, "a"), Moment(Point.PRE_BACKWARD, "b")]
+    assert kept("<a >a <b >b", turned) == set()
+    # Earlier calls of the same unit release it.
+    trace = trace_of("<a >a <b >b <a >a")
+    lines = written(build_schedule([unit("a"), unit("b")], Plan(stage=3, prefetch=0), trace))
+    assert lines[:6] == ["<a: gather a", ">a: release a", "<b: gather b", ">b: release b", "<a: gather a", "(b: gather b"]
 
 
 def test_frozen_units_are_gathered_but_neither_reduced_nor_updated() -> None:
@@ -110,7 +131,7 @@ def test_frozen_units_are_gathered_but_neither_reduced_nor_updated() -> None:
 def test_unit_that_is_called_twice_is_reduced_once() -> None:
     schedule = build_schedule([unit("a"), unit("b")], Plan(stage=3, prefetch=0), trace_of("<a >a <b >b <a >a"))
     lines = written(schedule)
-    assert lines[:6] == ["<a: gather a", ">a: release a", "<b: gather b", ">b: release b", "<a: gather a", ">a: release a"]
+    assert lines[:5] == ["<a: gather a", ">a: release a", "<b: gather b", ">b: release b", "<a: gather a"]
     assert schedule.reduced_units == ("b", "a")
 
 
@@ -154,9 +175,8 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace(tuple(moments), mirror(moments), "assumed")
 
 
-def held_at(schedule: Schedule, opening: Point, others: Sequence[Point]) -> None:
+def held_at(schedule: Schedule, opening: Point, others: Sequence[Point], is_open: set[str]) -> None:
     """In one phase: nothing is gathered that is open, and what computes is open."""
-    is_open: set[str] = set()
     for entry in schedule.phase(opening, *others):
         for op in entry.ops:
             if op.verb is Verb.GATHER:
@@ -167,13 +187,15 @@ def held_at(schedule: Schedule, opening: Point, others: Sequence[Point]) -> None
         for op in entry.ops:
             if op.verb is Verb.RELEASE:
                 is_open.discard(op.unit)
-    assert not is_open, f"{is_open} is never released"
 
 
 @given(traces(), st.integers(0, 4))
 def test_any_schedule_gathers_what_computes_once_and_releases_it(trace: Trace, prefetch: int) -> None:
     schedule = build_schedule([unit(name) for name in "abcd"], Plan(stage=3, prefetch=prefetch), trace)
-    held_at(schedule, Point.PRE_FORWARD, [Point.POST_FORWARD])
-    held_at(schedule, Point.PRE_BACKWARD, [Point.POST_BACKWARD])
+    is_open: set[str] = set()
+    held_at(schedule, Point.PRE_FORWARD, [Point.POST_FORWARD], is_open)
+    assert is_open == schedule.kept_units
+    held_at(schedule, Point.PRE_BACKWARD, [Point.POST_BACKWARD], is_open)
+    assert not is_open, f"{is_open} is never released"
     used = {moment.unit for moment in trace.forward}
     assert sorted(schedule.reduced_units) == sorted(used)

@@ -5,7 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
+from shardwise.core.ledger import Kind
 from shardwise.recipes.progress import Pace, Status, describe_peaks, show_progress
+from shardwise.recipes.rank_table import RankStatus, rank_table
+
+HELD = {Kind.PARAM: 3 * 2**20, Kind.OPTIM: 6 * 2**20}
 
 
 class Clock:
@@ -52,7 +56,7 @@ def show(*, is_terminal: bool, **options: object) -> str:
     console = Console(file=screen, force_terminal=is_terminal, width=140, **options)  # type: ignore[arg-type]
     with show_progress(console, 3, Pace(3, 10)) as on_step:
         for step in (1, 2, 3):
-            on_step(Status(step, 5.0 - step, [300 * 2**20, 310 * 2**20]))
+            on_step(Status(step, 5.0 - step, [RankStatus(300 * 2**20, HELD, 5 * 2**20, 0.25), RankStatus(310 * 2**20)]))
     return screen.getvalue()
 
 
@@ -63,6 +67,21 @@ def test_terminal_shows_a_bar_and_gets_its_cursor_back() -> None:
     assert "peak 300, 310 MiB" in shown
     assert "━" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_terminal_shows_what_each_rank_holds_sends_and_waits() -> None:
+    shown = show(is_terminal=True)
+    assert "rank 0" in shown and "rank 1" not in shown  # Of rank 1 nothing is known yet.
+    assert "9 MiB" in shown and "5 MiB" in shown and "25%" in shown
+    assert "parameter shards" in shown and "optimizer state" in shown
+
+
+def test_bars_have_the_length_of_what_is_held() -> None:
+    ranks = [RankStatus(1, HELD), RankStatus(1, {Kind.PARAM: 3 * 2**20})]
+    screen = io.StringIO()
+    Console(file=screen, width=140).print(rank_table(ranks, has_colour=False))
+    bars = [line.split()[2] for line in screen.getvalue().splitlines() if line.startswith("rank")]
+    assert bars == ["P" * 12 + "O" * 24, "P" * 12]
 
 
 def test_elsewhere_there_are_plain_lines_now_and_then_and_at_the_end() -> None:

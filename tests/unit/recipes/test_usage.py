@@ -13,7 +13,6 @@ from shardwise.recipes.usage import (
     describe_held,
     held_bytes,
     plain_data_parallelism,
-    resident_peak_bytes,
     usage_table,
 )
 
@@ -73,11 +72,3 @@ def test_largest_items_come_first() -> None:
     held = held_bytes(ledger)
     assert describe_held(held, limit=2) == "optimizer state 2 KiB, gradient shards 30 B"
     assert describe_held({}) == "nothing yet"
-
-
-def test_resident_peak_follows_what_is_touched() -> None:
-    before = resident_peak_bytes()
-    block = bytearray(b"x" * (before + 2**26))
-    assert resident_peak_bytes() >= before + 2**25
-    del block
-    assert resident_peak_bytes() >= before + 2**25
