@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.api.arguments import as_list
-from shardwise.core.errors import PlanError, UsageError, UsageTypeError
+from shardwise.api.checks import check_model, check_optimizers, check_tables, compare_ranks
+from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.events import Totals
 from shardwise.core.footprint import advice
 from shardwise.core.ledger import Ledger, Tier
@@ -25,11 +25,9 @@ from shardwise.core.unit import ROOT, Unit, find_units
 from shardwise.devices import memory
 from shardwise.runtime.attach import attach, check_devices
 from shardwise.runtime.engine import Engine, Setup
-from shardwise.runtime.flat import state_of
 from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_parameters, num_states_of
-from shardwise.runtime.registry import find_engine
 from shardwise.runtime.rehearsal import rehearse
-from shardwise.wire.comm import Lanes, gather_bytes
+from shardwise.wire.comm import Lanes
 from shardwise.wire.lanes import torch_lanes
 from shardwise.wire.local_comm import solo_lanes
 
@@ -131,11 +129,12 @@ def shard(  # noqa: PLR0913
     3
     """
     optimizers = as_list(optimizer)
-    _check_model(model)
+    check_model(model)
     ignored = set(ignored_params)
-    _check_optimizers(model, optimizers)
+    check_optimizers(model, optimizers)
     plan = _make_plan(plan, stage, mp_policy, changes)
-    found = find_units(model, ignored=ignored, units=units if units is not None else plan.units)
+    named = units if units is not None else plan.units
+    found = find_units(model, ignored=ignored, units=named, is_cast=plan.param_dtype is not None)
     if not found:
         raise UsageError("The model has no parameters to shard.")
     if units is not None:
@@ -150,7 +149,8 @@ def shard(  # noqa: PLR0913
         check_optimizer(each, plan, layout)
     tree = plan.tree if plan.tree is not None else host_tree(lanes.hosts)
     plan = plan.replace(tree=tree)
-    _compare_ranks(model, found, plan, lanes)
+    check_tables(model, ignored, lanes)
+    compare_ranks(model, found, plan, optimizers, lanes)
     rehearsal = None if example is None else rehearse(model, found, example)
     memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
     engine = attach(model, found, Setup(plan, lanes, tree, layout), device)
@@ -162,30 +162,6 @@ def shard(  # noqa: PLR0913
     for each in optimizers:
         adopt(each)
     return Sharded(engine)
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageTypeError(f"model must be an nn.Module but is a {type(model).__name__}.")
-    engine = find_engine(model)
-    if engine is not None or any(state_of(param) is not None for param in model.parameters()):
-        raise UsageError(
-            "The model, or a part of it, is sharded already. Call shardwise.unshard(model) first to change the plan."
-        )
-    lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
-    if lazy:
-        raise UsageError(f"Parameter '{lazy[0]}' has no shape yet. Run one batch through the model before shardwise.shard.")
-
-
-def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    own = {id(param) for param in model.parameters()}
-    for optimizer in optimizers:
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        if held and not any(id(param) in own for param in held):
-            raise UsageError(
-                f"The {type(optimizer).__name__} holds {len(held)} parameters, but none of this model's. Build it over "
-                "model.parameters(), after the model has its final dtype and device."
-            )
 
 
 def _make_plan(plan: Plan | None, stage: int | None, policy: PrecisionPolicy | None, changes: dict[str, Any]) -> Plan:
@@ -222,25 +198,3 @@ def _choose_layout(plan: Plan, optimizers: Sequence[Optimizer]) -> str:
     if any(needs_whole_parameters(optimizer) for optimizer in optimizers):
         return "whole"
     return "weighted" if plan.weights is not None else "even"
-
-
-def _compare_ranks(model: nn.Module, units: Sequence[Unit], plan: Plan, lanes: Lanes) -> None:
-    """Refuse to start if ranks have different plans or models: name the first rank and the first difference."""
-    if lanes.size == 1:
-        return
-    facts = [f"{key} = {value!r}" for key, value in plan.to_dict().items()]
-    for unit in units:
-        for param in unit.params:
-            kind = "trained" if param.trainable else "frozen"
-            facts.append(f"parameter {'/'.join(param.names)}: shape {param.shape}, {param.dtype}, {kind}, unit '{unit.label}'")
-    texts = gather_bytes(lanes.gather, json.dumps(facts).encode(), label="plans and models")
-    theirs = [json.loads(text) for text in texts]
-    for rank, other in enumerate(theirs):
-        if other != theirs[0]:
-            place = next((at for at, (a, b) in enumerate(zip(theirs[0], other, strict=False)) if a != b), None)
-            place = min(len(theirs[0]), len(other)) if place is None else place
-            first, second = (facts[place] if place < len(facts) else "nothing more" for facts in (theirs[0], other))
-            raise UsageError(
-                f"Ranks disagree, so nothing was sharded: rank 0 has '{first}', rank {rank} has '{second}'. "
-                "Build the same model with the same plan on every rank."
-            )

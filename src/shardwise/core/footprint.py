@@ -43,7 +43,8 @@ def footprint(units: Sequence[Unit], plan: Plan, num_ranks: int, num_states: int
         unit_bytes = 0
         for flat in unit.flats:
             rest, full = rests[flat.name], flat.numel * flat.dtype.itemsize
-            compute = plan.dtype("param_dtype") if flat.dtype.is_floating_point else None
+            is_cast = flat.dtype.is_floating_point and not flat.keeps_dtype
+            compute = plan.dtype("param_dtype") if is_cast else None
             reduced = plan.dtype("reduce_dtype") or compute or flat.dtype
             computed = flat.numel * (compute or flat.dtype).itemsize
             gradient = flat.numel * reduced.itemsize if flat.trainable else 0

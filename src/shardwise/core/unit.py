@@ -22,6 +22,12 @@ ROOT = ""
 
 _INDIVISIBLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """torch's own modules that read the weights of their parts without calling them, and look at them before choosing a kernel."""
+# fmt: off
+_WITH_STATISTICS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)
+# fmt: on
+"""Their kernels take inputs of 16 bits, but want weights in the dtype of the running statistics, which must stay wide."""
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -86,17 +92,21 @@ class Segment:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """One flat buffer of a unit: parameters of one dtype that are all trained or all frozen."""
+    """One flat buffer of a unit: parameters of one dtype that are all trained or all frozen.
+
+    Those in a buffer that ``keeps_dtype`` are computed with as they are, whatever the plan casts others to.
+    """
 
     unit: str
     dtype: torch.dtype
     trainable: bool
     params: tuple[ParamSpec, ...]
+    keeps_dtype: bool = False
 
     @property
     def name(self) -> str:
         """Unit, dtype and use, for messages."""
-        kind = "trained" if self.trainable else "frozen"
+        kind = ("trained" if self.trainable else "frozen") + (", not cast" if self.keeps_dtype else "")
         return f"{self.unit or '(root)'}[{str(self.dtype).removeprefix('torch.')}, {kind}]"
 
     @cached_property
@@ -173,7 +183,11 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def find_units(
-    model: nn.Module, *, ignored: Iterable[nn.Parameter] = (), units: Sequence[type | str] | None = None
+    model: nn.Module,
+    *,
+    ignored: Iterable[nn.Parameter] = (),
+    units: Sequence[type | str] | None = None,
+    is_cast: bool = False,
 ) -> tuple[Unit, ...]:
     """Partition a model's parameters into units.
 
@@ -181,6 +195,7 @@ def find_units(
         model: Any module.
         ignored: Parameters that belong to no unit.
         units: Module classes or module names to make units of; by themselves, if None.
+        is_cast: Whether parameters are cast for compute; those that cannot be then travel in buffers of their own.
     """
     skipped = {id(param) for param in ignored}
     sites = _param_sites(model, skipped)
@@ -190,7 +205,14 @@ def find_units(
     for names in sites.values():
         members[home[id(_innermost(model, names, points))]].append(names[0])
     tied = {names[0]: names for names in sites.values()}
-    return tuple(_make_unit(model, point, [tied[name] for name in names]) for point, names in members.items() if names)
+    uncast = _uncast_params(model) if is_cast else set()
+    return tuple(_make_unit(model, point, [tied[name] for name in names], uncast) for point, names in members.items() if names)
+
+
+def _uncast_params(model: nn.Module) -> set[int]:
+    """Parameters that must be computed with in their own dtype, by identity."""
+    modules = (module for module in model.modules() if isinstance(module, _WITH_STATISTICS) and module.track_running_stats)
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
 def _param_sites(model: nn.Module, skipped: set[int]) -> dict[int, tuple[str, ...]]:
@@ -268,16 +290,16 @@ def _split(module: nn.Module, size: Callable[[nn.Module], int], total: int, poin
                 _split(child, size, total, points)
 
 
-def _make_unit(model: nn.Module, point: str, tied_names: Sequence[tuple[str, ...]]) -> Unit:
-    groups: dict[tuple[torch.dtype, bool], list[tuple[tuple[str, ...], nn.Parameter]]] = {}
+def _make_unit(model: nn.Module, point: str, tied_names: Sequence[tuple[str, ...]], uncast: set[int]) -> Unit:
+    groups: dict[tuple[torch.dtype, bool, bool], list[tuple[tuple[str, ...], nn.Parameter]]] = {}
     for names in tied_names:
         param = model.get_parameter(names[0])
-        groups.setdefault((param.dtype, param.requires_grad), []).append((names, param))
+        groups.setdefault((param.dtype, param.requires_grad, id(param) in uncast), []).append((names, param))
     flats = []
-    for (dtype, trainable), members in groups.items():
+    for (dtype, trainable, keeps_dtype), members in groups.items():
         specs, offset = [], 0
         for names, param in members:
             specs.append(ParamSpec(names, tuple(param.shape), dense_stride(param), dtype, trainable, offset))
             offset += align(param.numel())
-        flats.append(FlatSpec(point, dtype, trainable, tuple(specs)))
+        flats.append(FlatSpec(point, dtype, trainable, tuple(specs), keeps_dtype))
     return Unit(point, tuple(flats))

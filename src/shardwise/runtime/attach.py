@@ -73,7 +73,7 @@ def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, rest: Rest, initi
     device = model.get_parameter(spec.params[0].name).device
     is_fetched = StateKind.PARAM in plan.sharded or rest.param is not Tier.DEVICE
     is_away = rest.master is not Tier.DEVICE
-    precision = Precision.of(spec.dtype, plan)
+    precision = Precision.of(spec, plan)
     layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
     bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
     is_aliased = not is_fetched and precision.compute == precision.master and not is_away

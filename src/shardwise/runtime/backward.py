@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.core.errors import UsageError
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState
 from shardwise.runtime.forward import Packed
 from shardwise.runtime.grads import RAW_GRAD
 from shardwise.runtime.script import Script
+from shardwise.runtime.written import check_version
 from shardwise.telemetry.meter import Place
 
 if TYPE_CHECKING:
@@ -62,6 +64,11 @@ class Backward:
     def begin(self) -> _Pass:
         """Take note of a backward pass, at its first sign. Its end is called back by autograd."""
         if self._pass is None:
+            if self._engine.opened:
+                raise UsageError(
+                    "loss.backward() cannot run inside `with shardwise.gathered(...)`: its gradients would be lost. "
+                    "Leave the block first."
+                )
             self._engine.meter.move(Place.BACKWARD)
             self._engine.spent_grads.clear()
             self._engine.meter.tracer.start_laps()
@@ -140,6 +147,8 @@ class Backward:
             self._engine.pin(saved.unit)
         if saved.flat.full is None:
             raise RuntimeError(f"Unit '{saved.unit}' was gathered but has no buffer.")
+        if saved.flat.written:
+            check_version(saved.flat, saved.offset - int(saved.flat.full.storage_offset()), saved.version)
         return saved.flat.full.as_strided(saved.size, saved.stride, saved.offset)
 
     def take_grad(self, state: ParamState) -> None:

@@ -27,7 +27,7 @@ from shardwise.runtime.activations import HostRoom
 from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import ParamState, remember
+from shardwise.runtime.flat import ParamState, remember, slice_of
 from shardwise.runtime.forward import Forward
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.opened import Opened
@@ -391,13 +391,3 @@ class _TakeGrad:
         backward, state = self._backward(), self._state()
         if backward is not None and state is not None:
             backward.take_grad(state)
-
-
-def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> torch.Tensor:
-    """This rank's part of full values, in the form of the segment."""
-    if state.piece.is_whole:
-        return values
-    ordered = torch.empty_strided(state.spec.shape, state.spec.stride, dtype=values.dtype, device=values.device)
-    ordered.copy_(values)
-    line = ordered.as_strided((state.spec.numel,), (1,))
-    return line[state.piece.start - state.spec.offset : state.piece.stop - state.spec.offset].view_as(target)

@@ -21,6 +21,7 @@ from shardwise.devices import memory, torch_private
 from shardwise.devices.pool import Pool
 from shardwise.runtime.flat import FlatState, lies_at
 from shardwise.runtime.parameter import bring_values, point_away, point_to
+from shardwise.runtime.written import has_been_written, keep_written
 from shardwise.telemetry.meter import Meter
 from shardwise.wire.comm import Handle, Lanes, Receipt, Room, put_in_place
 
@@ -139,8 +140,18 @@ class Executor:
             while len(self._offered) > _MOST_OFFERED and self._offered[0].is_read:
                 self._offered.popleft()
             return handle
+        if flat.is_fetched and self.lanes.size > 1 and not self.lanes.gather.is_staged:
+            return self._offer_copy(flat, room, label)
         full = put_in_place(flat.source, flat.layout.cuts, room, self.lanes.rank)
         return self.lanes.gather.all_gather(full, flat.layout.cuts, label=label)
+
+    def _offer_copy(self, flat: FlatState, room: Room, label: str) -> Handle:
+        """Let peers read a copy in the dtype of compute: in the gathered buffer, a forward may write before they have read."""
+        copy = self.pool.take(flat.source.numel(), flat.precision.compute, flat.device, Kind.WIRE)
+        copy.copy_(flat.source)
+        handle = self.lanes.gather.gather_parts(copy, flat.layout.cuts, room, label=label)
+        self.give_when_read(handle, copy, Kind.WIRE)
+        return handle
 
     def acquire(self, name: str) -> None:
         """Hold a unit gathered, and its compute parameters in the modules."""
@@ -174,6 +185,7 @@ class Executor:
             for flat in state.flats:
                 for param in flat.params:
                     param.show_instead(param.resting, param.compute)
+                    param.version, param.is_handed_out = param.compute._version, False
 
     def _bring_back(self, state: UnitState) -> None:
         """A module that casts its weights in its own forward has put a copy under them, which updates would not reach."""
@@ -208,6 +220,7 @@ class Executor:
         if not state.is_shown:
             return
         state.is_shown = False
+        self._keep_written(state)
         with torch_private.without_torch_function():
             for flat in state.flats:
                 for param in flat.params:
@@ -215,12 +228,19 @@ class Executor:
                 if flat.is_fetched and flat.full is not None:
                     point_away(flat)
 
+    def _keep_written(self, state: UnitState) -> None:
+        """What a forward has written to its own weights belongs to them: each rank keeps its own part."""
+        with torch_private.without_torch_function(), torch.no_grad():
+            found = [param for flat in state.flats if flat.has_face for param in flat.params if has_been_written(param)]
+            if found:
+                self.wait_until_read(state.receipts)  # Peers gather what was there before.
+                for param in found:
+                    keep_written(param)
+
     def _free(self, name: str, state: UnitState) -> None:
         for handle in state.handles:
             self.record("gather", name, handle, handle.cancel())
         state.handles.clear()
-        if any(not flat.is_offered for flat in state.flats):
-            self.wait_until_read(state.receipts)  # Peers read these buffers, and not the values at rest.
         state.receipts.clear()
         for flat in state.flats:
             if flat.is_fetched and flat.full is not None:
@@ -245,7 +265,7 @@ class Executor:
             self.pool.give(buffer, Kind.GATHERED)
 
     def give_when_read(self, handle: Handle, buffer: torch.Tensor, kind: Kind) -> None:
-        """Hand a buffer back to the pool, at once or when all peers have read what this rank offered of it."""
+        """Hand a buffer back to the pool when the collective is over here and all peers have read what this rank offered of it."""
         self._lingering.append((handle, buffer, kind))
         del buffer
         self.sweep()
@@ -255,7 +275,7 @@ class Executor:
         waiting, self._lingering = self._lingering, []
         while waiting:
             handle, buffer, kind = waiting.pop()
-            if handle.receipt.is_read:
+            if handle.is_over and handle.receipt.is_read:
                 self.pool.give(buffer, kind)
             else:
                 self._lingering.append((handle, buffer, kind))

@@ -31,11 +31,12 @@ class Precision:
     reduce: torch.dtype
 
     @classmethod
-    def of(cls, dtype: torch.dtype, plan: Plan) -> Precision:
-        """What the plan makes of parameters of a dtype. Only floating-point parameters are cast."""
+    def of(cls, spec: FlatSpec, plan: Plan) -> Precision:
+        """What the plan makes of the parameters of a buffer. Only floating-point parameters are cast."""
+        dtype = spec.dtype
         if not dtype.is_floating_point:
             return cls(dtype, dtype, dtype)
-        compute = plan.dtype("param_dtype") or dtype
+        compute = dtype if spec.keeps_dtype else plan.dtype("param_dtype") or dtype
         return cls(dtype, compute, plan.dtype("reduce_dtype") or compute)
 
 
@@ -114,6 +115,10 @@ class ParamState:
     segment: nn.Parameter
     face: nn.Parameter | None = None
     opened: nn.Parameter | None = None
+    version: int = 0
+    """Autograd's count of writes to the compute parameter when it was last shown."""
+    is_handed_out: bool = False
+    """Whether a user has taken or set its ``.data`` since then, whose writes autograd does not count."""
 
     @property
     def resting(self) -> nn.Parameter:
@@ -190,6 +195,8 @@ class FlatState:
     local: torch.Tensor | None = None
     is_local_pooled: bool = True
     filled: set[int] = field(default_factory=set)
+    written: dict[int, int] = field(default_factory=dict)
+    """Parameters, by index, to which a forward has written, and autograd's count of writes after it."""
 
     @cached_property
     def gaps(self) -> tuple[slice, ...]:
@@ -219,7 +226,7 @@ class FlatState:
 
     @property
     def is_offered(self) -> bool:
-        """Whether peers can be given the source as it is; else they are given a copy of it in the buffer that is gathered into."""
+        """Whether peers can be given the source as it is; else they are given a copy of it in the dtype of compute."""
         return self.source.device == self.device and self.source.dtype == self.precision.compute
 
     @property
@@ -241,6 +248,16 @@ class FlatState:
         """The owned values have changed: let the copy on the device have them."""
         if self.shard is not None:
             self.shard.copy_(self.master.to(self.shard.dtype))
+
+
+def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> torch.Tensor:
+    """This rank's part of full values, in the form of the segment."""
+    if state.piece.is_whole:
+        return values
+    ordered = torch.empty_strided(state.spec.shape, state.spec.stride, dtype=values.dtype, device=values.device)
+    ordered.copy_(values)
+    line = ordered.as_strided((state.spec.numel,), (1,))
+    return line[state.piece.start - state.spec.offset : state.piece.stop - state.spec.offset].view_as(target)
 
 
 _STATES: dict[int, tuple[weakref.ref[ParamState], weakref.ref[torch.Tensor]]] = {}

@@ -42,6 +42,7 @@ class Packed(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    version: int
 
 
 class Forward:
@@ -279,7 +280,8 @@ class _Chain:
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
-                return Packed(flat, unit.unit.name, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+                form = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+                return Packed(flat, unit.unit.name, *form, tensor._version)
             self.engine.pin(unit.unit.name)
         if self._covered is not None:
             return (self._covered[0](tensor),)

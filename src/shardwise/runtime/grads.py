@@ -20,6 +20,8 @@ from shardwise.runtime.flat import GradBuffer, ParamState, Standing, state_of
 
 RAW_GRAD: Any = torch.Tensor.grad
 """The attribute that autograd itself writes, under whatever property a subclass puts over it."""
+RAW_DATA: Any = torch.Tensor.data
+"""The same for the memory under a parameter."""
 
 aten = torch.ops.aten
 
@@ -304,6 +306,18 @@ class Live:
             RAW_GRAD.__set__(self, None)
         assign_grad(self, value)  # type: ignore[arg-type]
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The values outside autograd, whose writes it does not count: note that there may be some."""
+        _note_handed_out(self)
+        values: torch.Tensor = RAW_DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _note_handed_out(self)
+        RAW_DATA.__set__(self, values)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = nn.Parameter(self.detach().clone(), self.requires_grad)  # type: ignore[attr-defined]
         memo[id(self)] = copy
@@ -311,6 +325,12 @@ class Live:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[attr-defined]
+
+
+def _note_handed_out(param: object) -> None:
+    state = state_of(param)
+    if state is not None:
+        state.is_handed_out = True
 
 
 _DERIVED: dict[tuple[type, type], type] = {}

@@ -19,8 +19,8 @@ from shardwise.core.errors import PlanError
 from shardwise.core.footprint import ADAM_STATES
 from shardwise.core.plan import Plan, StateKind
 from shardwise.devices import torch_private
-from shardwise.runtime.engine import Engine, slice_of
-from shardwise.runtime.flat import ParamState, state_of
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.flat import ParamState, slice_of, state_of
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.turns import GroupsByTurn, is_at_hand, turns_of
 

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.core.errors import NotGatheredError, ShardwiseError, UsageError
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import FlatState, ParamState, Standing, nothing_of, state_of
-from shardwise.runtime.grads import Live, assign_grad, derive, make_live, visible_grad
+from shardwise.runtime.grads import RAW_DATA, Live, assign_grad, derive, make_live, visible_grad
 
 # fmt: off
 _FORM_ATTRIBUTES = [
@@ -41,6 +41,7 @@ def _form_functions() -> set[Any]:
 
 
 _FORM = _form_functions()
+_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Away(Live):
@@ -141,6 +142,8 @@ class Face(Standing, nn.Parameter):
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a parameter whose values are elsewhere answers to a function of torch."""
     if func in _FORM:
+        if func == _DTYPE and args[0].state.host.is_computing:
+            return args[0].state.flat.precision.compute  # Inside a call, what the values have there.
         with torch_private.without_torch_function():
             return func(*args, **kwargs)
     if func in (torch.autograd.grad, torch.autograd.backward):
@@ -213,12 +216,12 @@ def point_away(flat: FlatState) -> None:
 def bring_values(state: ParamState, buffer: torch.Tensor) -> None:
     """Make the user's own parameter a view of a gathered buffer."""
     make_live(state.compute)
-    state.compute.data = state.spec.view(buffer)
+    RAW_DATA.__set__(state.compute, state.spec.view(buffer))
 
 
 def take_values(state: ParamState, nothing: torch.Tensor) -> None:
     """Leave the user's own parameter with its form but without memory: reading it is refused by name."""
-    state.compute.data = nothing
+    RAW_DATA.__set__(state.compute, nothing)
     derive(state.compute, Away)
 
 

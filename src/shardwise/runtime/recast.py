@@ -64,7 +64,7 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
         flat.master = flat.master.to(dtype)
     params = tuple(replace(param, dtype=dtype) for param in flat.spec.params)
     flat.spec = replace(flat.spec, dtype=dtype, params=params)
-    flat.precision = Precision.of(dtype, plan)
+    flat.precision = Precision.of(flat.spec, plan)
     if flat.shard is not None:
         flat.shard = flat.master.to(flat.precision.compute).to(flat.device)
     if flat.full is not None and not flat.is_aliased:

@@ -80,6 +80,11 @@ class Handle:
         """Whether ``wait`` would return at once."""
         return self._finish is None or (self._poll is not None and self._poll())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was waited for or cancelled, so that this rank does nothing more for it."""
+        return self._finish is None
+
     def cancel(self) -> float:
         """Nobody needs the result: do no more than the peers need; returns the seconds waited."""
         if self._cancel is None or self._finish is None:

@@ -1,0 +1,44 @@
+"""What a forward writes to its own weights: found when they are taken out of the modules, and kept in the values at rest."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.runtime.flat import FlatState, ParamState, slice_of
+
+
+def has_been_written(state: ParamState) -> bool:
+    """Whether a parameter may hold other values than when it was shown."""
+    return state.is_handed_out or state.compute._version != state.version
+
+
+def keep_written(state: ParamState) -> None:
+    """Bring what was written to this rank's part of the values at rest.
+
+    Elements that were not written keep the bits that compute in a narrower dtype does not have.
+    """
+    flat = state.flat
+    changed_version = state.compute._version
+    if changed_version != state.version:
+        flat.written[state.index] = changed_version
+    state.version, state.is_handed_out = changed_version, False
+    if not state.piece.numel:
+        return
+    target = flat.segment_view(state.piece)
+    part = slice_of(state.compute.detach(), state, target).to(target.device)
+    is_changed = part.to(flat.precision.compute) != target.to(flat.precision.compute)
+    if bool(is_changed.any()):
+        target.copy_(torch.where(is_changed, part.to(target.dtype), target))
+        flat.publish()
+
+
+def check_version(flat: FlatState, offset: int, version: int) -> None:
+    """Refuse to differentiate through a weight that was written after autograd had saved it, as torch does."""
+    for state in flat.params:
+        if state.spec.offset <= offset < max(state.spec.stop, state.spec.offset + 1):
+            latest = flat.written.get(state.index, version)
+            if latest > version:
+                raise RuntimeError(
+                    "One of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"'{state.spec.name}' is at version {latest}; expected version {version} instead."
+                )
