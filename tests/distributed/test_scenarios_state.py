@@ -324,3 +324,26 @@ def train_from_meta(stage: Stage, widths: tuple[int, ...]) -> Any:
 def test_model_built_on_the_meta_device(world: World, ranks: int, widths: tuple[int, ...]) -> None:
     """Also where some ranks own nothing. The same numbers as a model that is built on the CPU with the same seed."""
     check_stages(world, train_from_meta, widths, ranks=ranks)
+
+
+def train_with_another_plan(stage: Stage, second: int) -> Any:
+    """Sharded anew in the middle of a step, with a group that was added since the last one."""
+    model = mlp(15, 7, 17, 16)
+    layers = [each for each in model if isinstance(each, nn.Linear)]
+    optimizer = torch.optim.AdamW(layers[0].parameters(), lr=0.01)
+    shard(stage, model, optimizer)
+    step(stage, optimizer, model(batch(0, 4, 15)).square().mean(), model)
+    model.zero_grad()
+    backward(stage, model(batch(1, 4, 15)).square().mean(), model)
+    optimizer.add_param_group({"params": list(layers[-1].parameters()), "lr": 0.02})
+    if stage != PLAIN:
+        shardwise.unshard(model, optimizer)
+        shardwise.shard(model, optimizer, stage=second)
+    backward(stage, model(batch(2, 4, 15)).square().mean(), model)
+    optimizer.step()
+    return weights(stage, model)
+
+
+@pytest.mark.parametrize("second", [0, 1, 2, 3])
+def test_another_plan_in_the_middle_of_a_step(world: World, second: int) -> None:
+    check_stages(world, train_with_another_plan, second)

@@ -241,13 +241,15 @@ def _innermost(model: nn.Module, names: Sequence[str], points: set[int]) -> nn.M
 def _named_points(model: nn.Module, units: Sequence[type | str]) -> set[int]:
     modules = dict(model.named_modules())
     points = {id(model)}
+    whole = [module for module in modules.values() if isinstance(module, _INDIVISIBLE)]
+    inner = {id(part) for module in whole for part in module.modules() if part is not module}
     for wanted in units:
         if isinstance(wanted, str):
             if wanted not in modules:
                 raise PlanError(f"units names the module {wanted!r}, but the model has none of that name.")
             points.add(id(modules[wanted]))
         elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
-            points.update(id(module) for module in modules.values() if isinstance(module, wanted))
+            points.update(id(module) for module in modules.values() if isinstance(module, wanted) and id(module) not in inner)
         else:
             raise PlanError(f"units takes module names and nn.Module classes, but got {wanted!r}.")
     for module in modules.values():

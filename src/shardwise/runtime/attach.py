@@ -18,7 +18,7 @@ from shardwise.devices.malloc import release_unused
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.executor import UnitState
 from shardwise.runtime.flat import FlatState, ParamState, Precision, remember, state_of
-from shardwise.runtime.grads import make_live
+from shardwise.runtime.grads import assign_grad, make_live
 from shardwise.runtime.hooks import attach_hooks
 from shardwise.runtime.materialize import Initial, check_meta, is_on_meta, materialize
 from shardwise.runtime.parameter import Face, point_away
@@ -163,8 +163,11 @@ def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
             state.face = Face(state)
             remember(state.face, state)
             state.show_instead(compute, state.face)
+        grad = compute.grad
         make_live(compute)
         compute.grad = None
+        if grad is not None:
+            assign_grad(compute, grad)  # Of a step that was begun before: the same on every rank, as weights are.
     if flat.full is None:
         point_away(flat)
 

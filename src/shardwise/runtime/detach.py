@@ -13,7 +13,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import FlatState, ParamState, forget
 from shardwise.runtime.grads import RAW_GRAD, make_plain
 from shardwise.runtime.opened import Opened
-from shardwise.runtime.optimizer import is_per_element, states_of
+from shardwise.runtime.optimizer import adopt, is_per_element, states_of
 from shardwise.runtime.registry import unregister
 from shardwise.wire.comm import gather_bytes
 
@@ -51,6 +51,7 @@ def _restore_params(flat: FlatState, engine: Engine) -> None:
 
 def _restore_state(optimizer: Optimizer, engine: Engine) -> None:
     """Put the users' parameters and full state back into an optimizer."""
+    adopt(optimizer)  # A group that was added since the last step holds what stands in the modules.
     for state in states_of(optimizer):
         if state.host is not engine:
             continue

@@ -173,3 +173,9 @@ def test_memory_formats_are_kept() -> None:
     spec.view(buffer).copy_(torch.ones_like(last))
     assert buffer[64 : 64 + 120].sum() == 120 == buffer.sum()
     assert torch.equal(spec.view(buffer[64:], shift=64), spec.view(buffer))
+
+
+def test_a_class_names_no_parts_of_modules_that_never_call_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2), nn.MultiheadAttention(4, 2))
+    assert set(members(find_units(model, units=[nn.Linear, nn.MultiheadAttention]))) == {"", "0", "2"}
+    assert set(members(find_units(model, units=["1.linear1"]))) == {"", "1.linear1"}
