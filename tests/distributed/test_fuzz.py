@@ -327,12 +327,13 @@ def run_seed(stage: Stage, seed: int) -> Any:
 
 def try_seed(world: World, seed: int) -> None:
     chosen = random.Random(-seed)
-    stages: tuple[Stage, ...] = (*STAGES, chosen.choice(list(VARIANTS)))
     ranks = chosen.choice((1, 2, 3))
-    # A third rounds: gradients that come several times in one backward are weighted one by one, and not as a sum. And those that
-    # reentrant checkpoints bring in more rounds than in the step before are reduced in two parts.
-    is_plain = ranks != 3 and "reentrant" not in Model(random.Random(seed)).recomputed.values()
-    reference = PLAIN if is_plain else 0
+    is_reentrant = "reentrant" in Model(random.Random(seed)).recomputed.values()
+    # Gradients that reentrant checkpoints bring in more rounds than in the step before are reduced in parts, unit by unit.
+    variants = [name for name in VARIANTS if not (is_reentrant and "units" in name)]
+    stages: tuple[Stage, ...] = (*STAGES, chosen.choice(variants))
+    # A third rounds: gradients that come several times in one backward are weighted one by one, and not as a sum.
+    reference = PLAIN if ranks != 3 and not is_reentrant else 0
     results = world.run(train_at, run_seed, (reference, *stages), (seed,), ranks=ranks, timeout_seconds=60)
     for rank, by_stage in enumerate(results):
         for stage in stages:

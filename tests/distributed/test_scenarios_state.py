@@ -17,6 +17,7 @@ from shardwise.testing import World
 from tests.distributed.helpers import (
     PLAIN,
     STAGES,
+    VARIANTS,
     WIDTH,
     Stage,
     assert_same,
@@ -347,3 +348,25 @@ def train_with_another_plan(stage: Stage, second: int) -> Any:
 @pytest.mark.parametrize("second", [0, 1, 2, 3])
 def test_another_plan_in_the_middle_of_a_step(world: World, second: int) -> None:
     check_stages(world, train_with_another_plan, second)
+
+
+def train_frozen_between(stage: Stage, with_unshard: bool) -> Any:
+    """Freezes a layer between a forward and what follows, while its weights may still be gathered for a backward that never comes."""
+    model = mlp(15, 7, 17, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shard(stage, model, optimizer)
+    model(batch(0, 4, 15))
+    model[0].requires_grad_(False)
+    if with_unshard and stage != PLAIN:
+        shardwise.unshard(model, optimizer)
+        shard(stage, model, optimizer)
+    before = weights(stage, model)
+    step(stage, optimizer, model(batch(1, 4, 15)).square().mean(), model)
+    after = weights(stage, model)
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    return after
+
+
+@pytest.mark.parametrize("with_unshard", [False, True])
+def test_a_layer_is_frozen_after_a_forward_without_backward(world: World, with_unshard: bool) -> None:
+    check_stages(world, train_frozen_between, with_unshard, stages=(*STAGES, *VARIANTS))

@@ -83,7 +83,7 @@ def load_state(engine: Engine, request: Request) -> Loaded:
     check_at_rest(engine, "load")
     meter, came_from = engine.meter, engine.meter.place
     meter.move(LoopPlace.ASIDE)
-    engine.settle()
+    engine.come_to_rest()
     try:
         return _load(engine, request)
     finally:

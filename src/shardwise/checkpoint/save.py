@@ -64,7 +64,7 @@ def save_state(engine: Engine, optimizers: Sequence[Optimizer], extra: Mapping[s
         _log.info("The save to %s is still under way; the next one waits for it.", saver.last.path)
         saver.last._ended.wait()
     meter.move(LoopPlace.ASIDE)
-    engine.settle()
+    engine.come_to_rest()
     saving = saver.last = Saving(wish.place.path)
     job: Job | None = None
     try:

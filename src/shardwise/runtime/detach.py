@@ -22,6 +22,7 @@ def detach(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
     """Gather all state and take the engine off. A collective."""
     if engine.backward.is_running:
         engine.recover()
+    engine.come_to_rest()
     for optimizer in optimizers:
         _restore_state(optimizer, engine)
     for unit in engine.executor.units.values():

@@ -154,6 +154,12 @@ class Engine:
             self.executor.before_change()
             recast(self.executor, self.plan)
 
+    def come_to_rest(self) -> None:
+        """Take out of the modules what stays gathered for a backward that has not come, with what users have set on it."""
+        if not self.backward.is_running:
+            self.backward.release_all()
+        self.settle()
+
     def replace(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
         """A user puts another parameter into a module: take its values over, at all places that share it; what stands there stays."""
         state = next((s for s in self.params if any(m is module and n == name for m, n in s.places)), None)
@@ -339,10 +345,9 @@ class Engine:
         self.meter.move(Place.UPDATE)
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
-        self.settle()
         if self.backward.is_running:
             self.recover()
-        self.backward.release_all()  # What was kept after a forward whose backward has not come would be stale.
+        self.come_to_rest()  # What was kept after a forward whose backward has not come would be stale.
         if any(self.reducer.has_pending(name) for name in self.executor.units):
             self.reducer.forget_cleared()
             self.synchronize()
