@@ -160,6 +160,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+def is_narrow(seed: int) -> bool:
+    """Whether a seed computes in bf16."""
+    return seed % 3 == 2
+
+
 class Run:
     """One seed's loop at one stage, and what came of it."""
 
@@ -175,8 +180,12 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + 0.1 * step))
         if self.late is not None:
             self.schedule = None
+        # A third of all seeds in bf16, whose numbers plain torch has no equal of.
+        self.options: dict[str, Any] = {"buffers": "local"}
+        if is_narrow(seed):
+            self.options |= {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
         self.recut = [self.choice.choice(STAGES) for _ in range(8)]
-        shard(stage, self.model, self.optimizer, buffers="local")
+        shard(stage, self.model, self.optimizer, **self.options)
         self.number = 0
         self.seen: list[Any] = []
 
@@ -193,7 +202,7 @@ class Run:
     def loss(self) -> torch.Tensor:
         tokens = self.tokens()
         torch.manual_seed(self.number)
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        return F.cross_entropy(self.model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
 
     def update(self, *, clip: float | None = None) -> None:
         if clip is not None:
@@ -253,7 +262,7 @@ class Run:
         at = self.choice.randrange(len(self.model.blocks))
         torch.manual_seed(at)
         found = self.model.blocks[at](batch(at, 2, 3, WIDTH).requires_grad_())
-        loss = (found["x"] if isinstance(found, dict) else found).square().mean()
+        loss = (found["x"] if isinstance(found, dict) else found).float().square().mean()
         if any(param.requires_grad for param in self.model.blocks[at].parameters()):
             backward(self.stage, loss, self.model)
             self.update()
@@ -277,7 +286,7 @@ class Run:
         if self.stage != PLAIN:
             shardwise.unshard(self.model, self.optimizer)
             assert all(type(param) is nn.Parameter for param in self.model.parameters())
-            shardwise.shard(self.model, self.optimizer, stage=stage, buffers="local")
+            shardwise.shard(self.model, self.optimizer, stage=stage, **self.options)
 
     def closure(self) -> None:
         def run() -> torch.Tensor:
@@ -333,7 +342,7 @@ def try_seed(world: World, seed: int) -> None:
     variants = [name for name in VARIANTS if not (is_reentrant and "units" in name)]
     stages: tuple[Stage, ...] = (*STAGES, chosen.choice(variants))
     # A third rounds: gradients that come several times in one backward are weighted one by one, and not as a sum.
-    reference = PLAIN if ranks != 3 and not is_reentrant else 0
+    reference = PLAIN if ranks != 3 and not is_reentrant and not is_narrow(seed) else 0
     results = world.run(train_at, run_seed, (reference, *stages), (seed,), ranks=ranks, timeout_seconds=60)
     for rank, by_stage in enumerate(results):
         for stage in stages:
