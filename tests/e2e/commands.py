@@ -1,9 +1,16 @@
 """Starts the command line as users do: real processes, whose output and end can be looked at."""
 
+import fcntl
 import os
+import pty
+import re
 import resource
+import select
+import struct
 import subprocess
 import sys
+import termios
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,3 +76,31 @@ def descendants(pid: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [each for child in children for each in (child, *descendants(child))]
+
+
+def in_terminal(*arguments: str, folder: Path, width: int, press: tuple[str, bytes] | None = None) -> Answer:
+    """Run a command on a terminal of its own. What is on its screen is in stdout; with `press`, a key follows once a text is there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
+        environment["TERM"] = "xterm-256color"
+        os.execve(sys.executable, [sys.executable, "-m", "shardwise", *arguments], environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    screen, deadline = b"", time.monotonic() + TIMEOUT_SECONDS
+    try:
+        while True:
+            is_ready = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]
+            if not is_ready:
+                raise TimeoutError(f"The command did not end; it has shown:\n{screen.decode(errors='replace')}")
+            try:
+                screen += os.read(terminal, 2**16)
+            except OSError:  # Nobody holds the other end any more.
+                break
+            if press is not None and re.search(press[0], screen.decode(errors="replace")):
+                os.write(terminal, press[1])
+                press = None
+    finally:
+        os.close(terminal)  # Which ends the command, if it still runs.
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return Answer(exit_code, screen.decode(errors="replace"), "")

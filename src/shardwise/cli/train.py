@@ -300,6 +300,8 @@ def _train(args: argparse.Namespace, recipe: Recipe, folder: RunFolder, console:
     try:
         values = call_on_ranks(job, recipe.ranks, port=args.port, is_debug=args.debug)
     except StoppedError as error:
+        if console.is_terminal and not args.quiet:
+            console.line()  # The bar of a rank that was ended stands where it was: what is said comes below it.
         raise StoppedError(f"{error} {_how_to_go_on(recipe, folder)}", error.exit_code) from error
     except RanksFailedError as error:
         raise _explain_kill(error, folder) from error

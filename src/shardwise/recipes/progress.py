@@ -11,12 +11,15 @@ from datetime import timedelta
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from shardwise.recipes.rank_table import RankStatus, rank_table
 
 LINE_INTERVAL_SECONDS = 5.0
 NUM_PEAKS_SHOWN = 4
+WIDTH_FOR_PEAKS = 110
+"""Of a terminal. On a narrower one there is no room for them beside the bar."""
 _MIB = 1024**2
 
 
@@ -102,7 +105,10 @@ def describe_peaks(peak_bytes: Sequence[int]) -> str:
 
 
 class _StepColumn(ProgressColumn):
-    """``step  12/240``, of constant width."""
+    """``step  12/240``, of constant width, in one line."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True))
 
     def render(self, task: Task) -> Text:
         """Text of the column."""
@@ -140,9 +146,9 @@ def _bar(console: Console, num_steps: int, pace: Pace) -> Iterator[OnStep]:
         def on_step(status: Status) -> None:
             pace.tick(status.step)
             speed, left = pace.describe()
-            peaks = describe_peaks(status.peak_bytes)
+            peaks = describe_peaks(status.peak_bytes) if console.width >= WIDTH_FOR_PEAKS else ""
             progress.update(task, completed=status.step, loss=f"{status.loss:.4f}", speed=speed, left=left, peaks=peaks)
-            live.update(Group(progress, rank_table(status.ranks, has_colour=not console.no_color)))
+            live.update(Group(progress, rank_table(status.ranks, has_colour=not console.no_color, width=console.width)))
 
         yield on_step
 

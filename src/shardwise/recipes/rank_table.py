@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +15,9 @@ from shardwise.core.sizes import format_bytes
 
 BAR_WIDTH = 36
 NUM_RANKS_SHOWN = 8
+_LEAST_BAR_WIDTH = 8
+_WIDTH_BESIDE_BAR = 46
+"""Of the other columns, with the longest names and figures."""
 _STYLES = {
     Kind.PARAM: ("blue", "P"),
     Kind.GATHERED: ("yellow", "G"),
@@ -24,6 +28,7 @@ _STYLES = {
     Kind.BUFFER: ("white", "B"),
     Kind.WIRE: ("bright_red", "W"),
     Kind.POOL: ("bright_black", "."),
+    Kind.SNAPSHOT: ("bright_yellow", "C"),
     Kind.ACTIVATION: ("bright_cyan", "A"),
 }
 
@@ -45,41 +50,42 @@ class RankStatus:
     waiting: float = 0.0
 
 
-def rank_table(ranks: Sequence[RankStatus], *, has_colour: bool = True) -> RenderableType:
-    """The table, or nothing while nothing is known."""
+def rank_table(ranks: Sequence[RankStatus], *, has_colour: bool = True, width: int = 100) -> RenderableType:
+    """The table, or nothing while nothing is known. Its bars are what gives way on a narrow screen."""
     known = [(rank, status) for rank, status in enumerate(ranks) if status.held_bytes]
     if not known:
         return Text("")
     kinds = [kind for kind in Kind if any(status.held_bytes.get(kind) for _, status in known)]
     most = max(sum(status.held_bytes.values()) for _, status in known)
+    bar_width = max(_LEAST_BAR_WIDTH, min(BAR_WIDTH, width - _WIDTH_BESIDE_BAR))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
     for name in ("", "held by kind", "", "sent a step", "waiting"):
         table.add_column(name, justify="left" if name in ("", "held by kind") else "right", no_wrap=True)
     for rank, status in known[:NUM_RANKS_SHOWN]:
         total = format_bytes(sum(status.held_bytes.values()))
-        bar = _bar(status.held_bytes, kinds, most, has_colour)
+        bar = _bar(status.held_bytes, kinds, bar_width / most, has_colour)
         table.add_row(f"rank {rank}", bar, total, format_bytes(status.sent_bytes), f"{status.waiting:.0%}")
-    if len(known) > NUM_RANKS_SHOWN:
-        table.add_row(f"and {len(known) - NUM_RANKS_SHOWN} more")
-    return Group(table, _legend(kinds, has_colour))
+    num_more = len(known) - NUM_RANKS_SHOWN
+    more = [Text(f"and {num_more} more", style="dim")] if num_more > 0 else []
+    return Group(table, *more, _legend(kinds, has_colour))
 
 
-def _bar(held: Mapping[Kind, int], kinds: Sequence[Kind], most: int, has_colour: bool) -> Text:
+def _bar(held: Mapping[Kind, int], kinds: Sequence[Kind], columns_per_byte: float, has_colour: bool) -> Text:
     """Each kind gets its share of the columns; rounding is carried on, so that the whole has the right length."""
     text, done, shown = Text(), 0, 0
     for kind in kinds:
         done += held.get(kind, 0)
-        end = round(done / most * BAR_WIDTH) if most else 0
+        end = round(done * columns_per_byte)
         style, letter = _STYLES[kind]
         text.append(("█" if has_colour else letter) * (end - shown), style=style)
         shown = end
     return text
 
 
-def _legend(kinds: Sequence[Kind], has_colour: bool) -> Text:
-    text = Text()
+def _legend(kinds: Sequence[Kind], has_colour: bool) -> RenderableType:
+    """In columns: a kind and its name stay on one line."""
+    entries = []
     for kind in kinds:
         style, letter = _STYLES[kind]
-        text.append("█ " if has_colour else f"{letter} ", style=style)
-        text.append(f"{kind.value}  ", style="dim")
-    return text
+        entries.append(Text.assemble(("█ " if has_colour else f"{letter} ", style), (kind.value, "dim")))
+    return Columns(entries, padding=(0, 2, 0, 0))

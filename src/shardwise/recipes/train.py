@@ -342,10 +342,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _tell(loss: torch.Tensor, last: StepRecord | None) -> tuple[float, list[RankStatus]]:
     """The mean loss and what every rank did, on all ranks: its memory, and its last step that is known."""
     kinds = list(Kind)
-    held = {} if last is None else {each.kind: each.peak_bytes for each in last.held}
+    held: Counter[str] = Counter()  # In all tiers.
+    for each in () if last is None else last.held:
+        held[each.kind] += each.peak_bytes
     sent = 0 if last is None else last.wire_bytes
     waiting = 0.0 if last is None else last.phases[Phase.COMMUNICATION.value] / (last.seconds or 1.0)
-    mine = [loss.item(), peak_resident_bytes(), sent, waiting, *(held.get(kind.value, 0) for kind in kinds)]
+    mine = [loss.item(), peak_resident_bytes(), sent, waiting, *(held[kind.value] for kind in kinds)]
     rows = torch.zeros(dist.get_world_size(), len(mine), dtype=torch.float64)
     rows[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(rows)

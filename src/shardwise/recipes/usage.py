@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.sizes import format_bytes
 
@@ -55,8 +55,9 @@ class ComputedUse:
 
 
 def held_bytes(ledger: Ledger) -> dict[str, int]:
-    """The most of each kind, without those of which there was nothing."""
-    return {kind.value: ledger.peak(kind) for kind in Kind if ledger.peak(kind)}
+    """The most of each kind, in all tiers, without those of which there was nothing."""
+    peaks = {kind.value: sum(ledger.peak(kind, tier) for tier in Tier) for kind in Kind}
+    return {name: num_bytes for name, num_bytes in peaks.items() if num_bytes}
 
 
 def describe_held(held: dict[str, int], limit: int = 4) -> str:

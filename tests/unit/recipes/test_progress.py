@@ -84,6 +84,19 @@ def test_bars_have_the_length_of_what_is_held() -> None:
     assert bars == ["P" * 12 + "O" * 24, "P" * 12]
 
 
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_every_kind_has_its_own_mark_at_every_width(width: int) -> None:
+    screen = io.StringIO()
+    status = RankStatus(1, dict.fromkeys(Kind, 2**30), 2**30, 0.5)
+    Console(file=screen, width=width).print(rank_table([status] * 12, has_colour=False, width=width))
+    lines = screen.getvalue().splitlines()
+    assert all(any(f" {kind.value}" in line for line in lines) for kind in Kind)
+    bars = [line.split()[2] for line in lines if line.startswith("rank")]
+    assert len(bars) == 8 and "and 4 more" in lines
+    assert len(set(bars[0])) == len(Kind)
+    assert all(line.rstrip().endswith("50%") for line in lines if line.startswith("rank"))
+
+
 def test_elsewhere_there_are_plain_lines_now_and_then_and_at_the_end() -> None:
     lines = show(is_terminal=False).splitlines()
     assert [line.split()[:4] for line in lines] == [["step", "1/3", "loss", "4.0000"], ["step", "3/3", "loss", "2.0000"]]

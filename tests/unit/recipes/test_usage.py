@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan
 from shardwise.recipes.usage import (
     RankUse,
@@ -72,3 +72,11 @@ def test_largest_items_come_first() -> None:
     held = held_bytes(ledger)
     assert describe_held(held, limit=2) == "optimizer state 2 KiB, gradient shards 30 B"
     assert describe_held({}) == "nothing yet"
+
+
+def test_what_is_held_is_counted_in_all_tiers() -> None:
+    ledger = Ledger()
+    ledger.add(Kind.OPTIM, 10)
+    ledger.add(Kind.OPTIM, 20, Tier.HOST)
+    ledger.add(Kind.SNAPSHOT, 40, Tier.HOST)
+    assert held_bytes(ledger) == {"optimizer state": 30, "copies for checkpoints": 40}
