@@ -245,9 +245,10 @@ def test_peaks_are_those_of_the_step(world: World) -> None:
 # ---------------------------------------------------------------- leaks
 
 
-def leaking_steps(stage: int, way: str, num_steps: int) -> tuple[list[Any], list[int]]:
+def leaking_steps(stage: int, way: str, num_steps: int, every: int = 1) -> tuple[list[Any], list[int]]:
     """What was found, and the bytes held beside the ledger by step."""
     model, optimizer, _ = new_run(stage)
+    model.register_buffer("history", torch.zeros(1, WIDTH))
     kept_things: list[Any] = []
     kept = Kept()
     with shardwise.record(model, sinks=[kept]) as recording:
@@ -257,7 +258,15 @@ def leaking_steps(stage: int, way: str, num_steps: int) -> tuple[list[Any], list
                 kept_things.append(loss)
             if way == "gradients" and number >= 10:
                 kept_things.append(model.layers[2].weight.grad)
+            if way == "buffer" and number >= 10:
+                model.history = torch.cat([model.history, torch.ones(1, WIDTH)])
             optimizer.zero_grad()
+            if way == "evaluation" and number % every == every - 1:
+                model.eval()
+                with torch.no_grad():
+                    outputs = [model.layers[0](torch.ones(4 * BATCH, WIDTH)) for _ in range(8)]
+                    kept_things = [model(torch.ones(4 * BATCH, WIDTH)), *outputs]
+                model.train()
     allocated = [record.process.allocated_bytes for record in kept.records if record.process is not None]
     return recording.leaks, allocated
 
@@ -272,6 +281,20 @@ def test_planted_leak_is_found_once_with_kind_owner_and_step(world: World, way: 
         assert len(found) == 1, leaks
         assert owner in found[0].owner and "'kept_things' in leaking_steps" in found[0].owner
         assert 8 <= found[0].first_step <= found[0].found_step <= 10 + 50
+
+
+def test_buffer_that_grows_is_found_by_its_name(world: World) -> None:
+    for leaks, _ in world.run(leaking_steps, 2, "buffer", 75, ranks=2):
+        (leak,) = leaks
+        assert leak.kind == "buffers (device)" and "'history' of the model" in leak.owner
+        assert 8 <= leak.first_step <= leak.found_step <= 10 + 50
+        assert leak.bytes_per_step == pytest.approx(4 * WIDTH, rel=0.4)
+
+
+@pytest.mark.parametrize("every", [7, 12, 20])
+def test_evaluations_between_steps_are_no_leak(world: World, every: int) -> None:
+    for leaks, _ in world.run(leaking_steps, 3, "evaluation", 100, every, ranks=2):
+        assert leaks == []
 
 
 def test_run_without_a_leak_stays_silent_and_flat(world: World) -> None:

@@ -40,7 +40,7 @@ class Recording:
 
     def __init__(self, engine: Engine, sinks: Sequence[Sink]) -> None:
         self._engine = engine
-        self._suspects = Suspects()
+        self._suspects = Suspects(engine.model)
         self.leaks: list[Leak] = []
         engine.meter.sinks.extend(sinks)
         engine.meter.watch = LeakWatch(self._suspects.look, self._suspects.owner, self._tell_of_leak)

@@ -75,6 +75,11 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
+def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers that a module itself has. Asked of all modules between steps: the public way takes ten times as long."""
+    return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor lies in the same memory. Counts owners of the storage: this tensor, and the handle made here."""
     storage = tensor.untyped_storage()

@@ -12,7 +12,6 @@ from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import StateKind
 from shardwise.core.rest import Rest, rests_of
 from shardwise.core.unit import FlatSpec, Unit
-from shardwise.devices import torch_private
 from shardwise.devices.host import on_host
 from shardwise.devices.malloc import release_unused
 from shardwise.runtime.engine import Engine, Setup
@@ -34,8 +33,8 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     for unit in units:
         # Flat by flat, so that at most one full buffer stands beside the model while it is taken apart.
         states.append(UnitState(unit, [_make_flat(model, flat, setup, rests[flat.name], initial) for flat in unit.flats]))
-    ledger.add(Kind.BUFFER, _buffer_bytes(model))
     engine = Engine(model, states, setup, ledger)
+    engine.book_buffers()
     for flat_state in engine.executor.flats:
         _book(flat_state, ledger)
         _adopt_params(model, flat_state, engine)
@@ -56,12 +55,6 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     if device.type == "cpu":
         release_unused()
     return engine
-
-
-def _buffer_bytes(model: nn.Module) -> int:
-    """Memory under the model's buffers. Those without memory of their own, such as stand-ins of other libraries, count for nothing."""
-    keys = {torch_private.storage_key(buffer): buffer for buffer in model.buffers()}
-    return sum(buffer.untyped_storage().nbytes() for key, buffer in keys.items() if key)
 
 
 def _contains(module: str, unit: str) -> bool:

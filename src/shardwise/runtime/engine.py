@@ -34,6 +34,7 @@ from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
 from shardwise.runtime.reducer import Reducer
+from shardwise.runtime.tensors import buffer_bytes
 from shardwise.telemetry.meter import Meter, Place
 from shardwise.wire.comm import Lanes
 
@@ -100,7 +101,12 @@ class Engine:
         """All parameters, unit by unit."""
         return [param for flat in self.executor.flats for param in flat.params]
 
+    def book_buffers(self) -> None:
+        """Book what the model's buffers hold now: modules may put others in their place, of any size."""
+        self.ledger.set(Kind.BUFFER, buffer_bytes(self.modules.values()))
+
     def _look_at_process(self) -> Process:
+        self.book_buffers()
         allocated, resident = memory.allocated_bytes(self.device), memory.resident_bytes()
         return Process(allocated, resident, memory.peak_resident_bytes())
 

@@ -1,75 +1,127 @@
-"""Names who holds tensors that should have gone: by what Python's collector knows of them. Slow; used when memory grows."""
+"""Tells which tensors have gathered or grown, and who holds them: asked when memory grows, since it is slow."""
 
 from __future__ import annotations
 
 import gc
-import inspect
-import sys
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.core.sizes import format_bytes
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import Standing
+from shardwise.runtime.holders import Holder, Variables, holder_of, running
 
 _LEAST_NEW = 3
-_MOST_CLIMBS = 4
 _MOST_ASKED = 8
 _MOST_GROUPS = 4
+_LEAST_PART = 0.5
+"""Of what has come: a single tensor that has grown by less is not the one."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What was there: tensors by identity, how many there were of each form, and the bytes of those with names."""
+
+    ids: set[int]
+    num_like: Counter[object]
+    bytes_by_name: dict[str, int]
 
 
 class Suspects:
-    """Tensors that have come since a look, and those who hold them."""
+    """Tensors that have come since a look, and those who hold them.
 
-    def __init__(self) -> None:
-        self._looks: deque[set[int]] = deque(maxlen=2)
+    Args:
+        model: Its buffers are looked at by name.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = model
+        self._looks: deque[_Look] = deque(maxlen=2)
 
     def look(self) -> None:
         """Note the tensors that are alive. They are not kept: what goes and comes again at its place is taken for the same."""
-        self._looks.append({id(tensor) for tensor in _tensors()})
+        tensors = list(_tensors())
+        forms = Counter(form for tensor in tensors for form in _forms(tensor))
+        self._looks.append(_Look({id(tensor) for tensor in tensors}, forms, dict(self._named_bytes())))
 
-    def owner(self) -> str | None:
-        """Who holds the largest group of like tensors that have come since the last look, or the one before if that was just now."""
-        many: list[list[torch.Tensor]] = []
-        while self._looks and not many:
-            many = _gathered_since(self._looks.pop())
+    def owner(self, num_bytes: int) -> str | None:
+        """Who holds what has come since the last look, or the one before if that was just now.
+
+        Args:
+            num_bytes: How much has come since the last look.
+        """
+        looks = list(self._looks)[::-1]
         self._looks.clear()
-        if not many:
-            return None
+        found = (self._gathered(look) or self._grown(look, num_bytes) for look in looks)
+        return next(filter(None, found), None)
+
+    def _gathered(self, look: _Look) -> str | None:
+        """The largest group of like tensors of which there are more and more."""
+        many = _gathered_since(look)
         # A tensor with a graph holds all that its backward needs, whatever its own size.
         many.sort(key=lambda group: (group[0].grad_fn is not None, len(group), _num_bytes(group[0])), reverse=True)
-        holders = [(_most_named(group), group) for group in many[:_MOST_GROUPS]]
+        variables = Variables()
+        holders = [(_most_named(group, variables), group) for group in many[:_MOST_GROUPS]]
+        if not holders:
+            return None
         # Held by a part of Shardwise: the part itself is held by somebody, who is to be found through another tensor.
         holder, worst = next((each for each in holders if not each[0].is_shardwise), holders[0])
         return f"{len(worst)} tensors have gathered: {_describe(worst[0])}, held by {holder.name}."
 
+    def _grown(self, look: _Look, num_bytes: int) -> str | None:
+        """The tensor with a name that has grown by the most, if that is what has come."""
+        before = look.bytes_by_name
+        grown = {name: count - before[name] for name, count in self._named_bytes() if name in before}
+        worst = max(grown, key=lambda name: grown[name], default="")
+        if not worst or grown[worst] < max(1.0, _LEAST_PART * num_bytes):
+            return None
+        return f"A tensor has grown by {format_bytes(grown[worst])}: {worst}."
 
-@dataclass(frozen=True)
-class _Holder:
-    name: str
-    is_shardwise: bool = False
+    def _named_bytes(self) -> Iterator[tuple[str, int]]:
+        """Buffers of the model, variables that are tensors, and attributes of what variables are bound to."""
+        if self._model is not None:
+            for path, module in self._model.named_modules():
+                where = f"of the module '{path}'" if path else "of the model"
+                for name, held in (*module.named_buffers(recurse=False), *_tensor_attributes(module)):
+                    yield f"'{name}' {where}", _num_bytes(held)
+        for frame, values in running():
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"'{name}' in {frame.f_code.co_name}", _num_bytes(value)
+                elif value is not self._model:
+                    for attribute, held in _tensor_attributes(value):
+                        yield f"attribute '{attribute}' of '{name}' in {frame.f_code.co_name}", _num_bytes(held)
 
 
-def _most_named(group: list[torch.Tensor]) -> _Holder:
+def _tensor_attributes(item: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    attributes = getattr(item, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from ((name, value) for name, value in list(attributes.items()) if isinstance(value, torch.Tensor))
+
+
+def _most_named(group: list[torch.Tensor], variables: Variables) -> Holder:
     """Who holds most of the first few: the latest may be held by a variable of the loop as well."""
     asked = group[:_MOST_ASKED]
-    return Counter([_holder(tensor, asked, group) for tensor in asked]).most_common(1)[0][0]
+    return Counter([holder_of(tensor, variables, (asked, group)) for tensor in asked]).most_common(1)[0][0]
 
 
-def _gathered_since(known: set[int]) -> list[list[torch.Tensor]]:
-    """Groups of like tensors that were not known."""
-    groups: dict[tuple[object, ...], list[torch.Tensor]] = {}
+def _gathered_since(look: _Look) -> list[list[torch.Tensor]]:
+    """Groups of like tensors that were not there, where all of them have become more: those that take another's place have not."""
+    groups: dict[object, list[torch.Tensor]] = {}
+    num_like: Counter[object] = Counter()
     for tensor in _tensors():
-        if id(tensor) not in known:
-            groups.setdefault(_form(tensor), []).append(tensor)
-    return [group for group in groups.values() if len(group) >= _LEAST_NEW]
+        for form in _forms(tensor):
+            num_like[form] += 1
+            if id(tensor) not in look.ids:
+                groups.setdefault(form, []).append(tensor)
+    more = {form: group for form, group in groups.items() if num_like[form] - look.num_like[form] >= _LEAST_NEW}
+    return [group for form, group in more.items() if _has_shape(form)] or list(more.values())
 
 
 def _tensors() -> Iterator[torch.Tensor]:
@@ -80,13 +132,20 @@ def _tensors() -> Iterator[torch.Tensor]:
                 yield item
 
 
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+def _forms(tensor: torch.Tensor) -> tuple[object, object]:
+    """What like tensors have in common: the shape and all else; or all but the shape, where each is as long as its data."""
     with torch_private.without_torch_function():
-        return tuple(tensor.shape), tensor.dtype, type(tensor), type(tensor.grad_fn)
+        kind = (tensor.dtype, type(tensor), type(tensor.grad_fn))
+        return (tuple(tensor.shape), *kind), (None, tensor.dim(), *kind)
+
+
+def _has_shape(form: object) -> bool:
+    return isinstance(form, tuple) and form[0] is not None
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    with torch_private.without_torch_function():
+        return tensor.numel() * tensor.element_size()
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -97,64 +156,3 @@ def _describe(tensor: torch.Tensor) -> str:
         if tensor.grad_fn is not None:
             text += f", with the graph of {type(tensor.grad_fn).__name__} behind it"
         return text
-
-
-def _holder(tensor: torch.Tensor, *ours: Any) -> _Holder:
-    """The first named thing above a tensor: a variable, an attribute, or the innermost container."""
-    hidden = {id(each) for each in ours} | {id(ours)}
-    held: Any = tensor
-    for _ in range(_MOST_CLIMBS):
-        name = _name_in_frames(held, hidden)
-        if name:
-            return _Holder(name)
-        found = [each for each in gc.get_referrers(held) if id(each) not in hidden and not isinstance(each, FrameType)]
-        hidden.add(id(found))
-        for each in found:
-            holder = _named(each, held)
-            if holder is not None:
-                return holder
-        containers = [each for each in found if isinstance(each, list | tuple | dict | set)]
-        if not containers:
-            break
-        held = containers[0]
-    return _Holder("something that has no name in Python")
-
-
-def _name_in_frames(held: Any, hidden: set[int]) -> str:
-    """The variable of a running function, in any thread, that is bound to something. The collector does not know of these."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_filename != __file__:
-                values = frame.f_globals if frame.f_locals is frame.f_globals else frame.f_locals
-                names = [name for name, value in values.items() if value is held]
-                if names:
-                    return (
-                        f"'{names[0]}' in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})"
-                    )
-            hidden.add(id(frame))
-            frame = frame.f_back
-    return ""
-
-
-def _named(holder: Any, held: Any) -> _Holder | None:
-    """The attribute of an object or the variable of a module that is bound to something; the holder is either, or its dictionary."""
-    if isinstance(holder, dict):
-        keys = [key for key, value in holder.items() if value is held and isinstance(key, str)]
-        if not keys:
-            return None
-        for above in gc.get_referrers(holder):
-            if isinstance(above, ModuleType) and vars(above) is holder:
-                return _Holder(f"'{keys[0]}' of module {above.__name__}")
-            if not inspect.isframe(above) and getattr(above, "__dict__", None) is holder:
-                return _attribute(keys[0], above)
-        return None
-    if not isinstance(holder, list | tuple | set | ModuleType) and hasattr(holder, "__dict__"):
-        keys = [key for key, value in vars(holder).items() if value is held]
-        return _attribute(keys[0], holder) if keys else None
-    return None
-
-
-def _attribute(name: str, owner: Any) -> _Holder:
-    is_shardwise = type(owner).__module__.startswith("shardwise.")
-    return _Holder(f"attribute '{name}' of a {type(owner).__qualname__}", is_shardwise)

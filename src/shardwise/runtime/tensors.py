@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from shardwise.devices import torch_private
 
 _DEPTH_LIMIT = 8
 
@@ -53,3 +56,10 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
             if new is not item:
                 object.__setattr__(value, field.name, new)
     return value
+
+
+def buffer_bytes(modules: Iterable[nn.Module]) -> int:
+    """Memory under modules' own buffers. Those without memory of their own, such as stand-ins of other libraries, count for nothing."""
+    buffers = (buffer for module in modules for buffer in torch_private.buffers_of(module))
+    keys = {torch_private.storage_key(buffer): buffer for buffer in buffers}
+    return sum(buffer.untyped_storage().nbytes() for key, buffer in keys.items() if key)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from shardwise.core.records import StepRecord
@@ -13,6 +14,8 @@ from shardwise.core.sizes import format_bytes
 
 NUM_LOOKS = 12
 _NUM_BLOCKS = 4
+_LEAST_EVENNESS = 0.25
+"""Of a rise between blocks, against the mean of all: what jumps once, as at the first evaluation, does not leak."""
 _WARM_UP_STEPS = 5
 _LEAST_BYTES = 32 * 1024
 """Of what is not booked: the program's own lists and caches grow by less in so many steps."""
@@ -61,13 +64,20 @@ class Growth:
         self._first_bytes = num_bytes if self._first_bytes is None else self._first_bytes
 
     def rises(self, num_looks: int = NUM_LOOKS) -> bool:
-        """Whether no look of a block lies below one of the block before it, and each block is higher, over the last looks."""
+        """Whether, over the last looks, no look of a block lies below one of the block before it, and blocks rise by like amounts."""
         looks = [num_bytes for _, num_bytes in self._looks][-num_looks:]
-        if len(looks) < num_looks or looks[-1] - looks[0] < self._least_bytes * num_looks / NUM_LOOKS:
+        if len(looks) < num_looks:
             return False
         size = NUM_LOOKS // _NUM_BLOCKS
         blocks = [looks[at : at + size] for at in range(0, num_looks, size)]
-        return all(max(before) <= min(after) and sum(before) < sum(after) for before, after in pairwise(blocks))
+        middles = [median(block) for block in blocks]
+        risen, num_rises = middles[-1] - middles[0], len(blocks) - 1
+        if risen < self._least_bytes * num_rises / _NUM_BLOCKS:
+            return False
+        least_rise = max(1.0, _LEAST_EVENNESS * risen / num_rises)
+        return all(max(before) <= min(after) for before, after in pairwise(blocks)) and all(
+            after - before >= least_rise for before, after in pairwise(middles)
+        )
 
     @property
     def first_step(self) -> int:
@@ -97,12 +107,13 @@ class LeakWatch:
 
     Args:
         suspect: Called when something seems to grow: to note what is there, so that it can be told later what has come.
-        find_owner: Called when it does grow: says who holds what has come, or None if nobody is found.
+        find_owner: Called when it does grow, with the bytes that have come since it was suspected: says who holds them, or None
+            if nobody is found.
         report: Called with what was found.
     """
 
     def __init__(
-        self, suspect: Callable[[], None], find_owner: Callable[[], str | None], report: Callable[[Leak], None]
+        self, suspect: Callable[[], None], find_owner: Callable[[int], str | None], report: Callable[[Leak], None]
     ) -> None:
         self._suspect = suspect
         self._find_owner = find_owner
@@ -128,7 +139,8 @@ class LeakWatch:
     def _ask(self, kind: str, growth: Growth, step: int) -> None:
         """Something grows: tell of it, unless it is little and nobody holds it."""
         growth.asked_at = step
-        owner = self._find_owner()
+        num_steps = step - self._suspected_at.get(kind, step)
+        owner = self._find_owner(round(growth.bytes_per_step * num_steps))
         if owner is not None or kind != UNBOOKED or growth.all_bytes >= _LEAST_UNOWNED_BYTES:
             growth.is_reported = True
             self._report(Leak(kind, growth.first_step, step, growth.bytes_per_step, owner or NOBODY))

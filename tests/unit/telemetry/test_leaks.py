@@ -20,7 +20,7 @@ def watched(booked: list[int], unbooked: list[int] | None = None, owner: str | N
         nonlocal num_suspected
         num_suspected += 1
 
-    watch = LeakWatch(suspect, lambda: owner, leaks.append)
+    watch = LeakWatch(suspect, lambda num_bytes: owner, leaks.append)
     for step, num_bytes in enumerate(booked, start=1):
         beside = 10**8 if unbooked is None else unbooked[step - 1]
         held = (Held("device", "gradient shards", num_bytes, num_bytes),)
@@ -50,6 +50,15 @@ def test_noise_steps_and_sawteeth_are_no_growth(seed: int) -> None:
     teeth = [10**6 + 10**4 * (at % 9) for at in range(300)]
     for series in (noise, steps, teeth):
         assert watched(series)[0] == [] and watched([1000] * 300, series)[0] == []
+
+
+@pytest.mark.parametrize("every", [4, 7, 10, 12, 20, 25])
+def test_what_evaluations_leave_behind_once_is_no_growth(every: int) -> None:
+    """A little that the program itself gathers makes each look higher than the one before: it must not make a leak of the jump."""
+    kept = [10**8 + 100 * at + (200 * KiB if at >= every else 0) for at in range(300)]
+    while_held = [10**8 + 100 * at + (200 * KiB if at % every < every // 2 else 0) for at in range(300)]
+    for series in (kept, while_held):
+        assert watched([1000] * 300, series)[0] == []
 
 
 def test_little_growth_beside_the_ledger_is_the_programs_own() -> None:
