@@ -9,12 +9,15 @@ from statistics import mean, median
 from shardwise.core.records import Phase, StepRecord, Traffic
 from shardwise.report.runs import RunLog
 
-_COMMUNICATION = Phase.COMMUNICATION.value
+STRAGGLER_PART = 0.05
+"""Of a step: what others wait for a rank, from which on it is told of."""
+_STANDING_OUT = 5.0
+"""Times the usual distance from the middle: noise that is told of is none of a rank's doing."""
 
 
 @dataclass(frozen=True)
 class Straggling:
-    """How one rank keeps the others.
+    """How one rank keeps the others: typically, which is the middle one of all steps, and in single steps that stand out.
 
     Args:
         rank: Which one.
@@ -25,6 +28,9 @@ class Straggling:
         num_steps: Steps that were looked at.
         phase: Where it typically loses the time.
         phase_seconds: How much of it there, in the middle one of all steps.
+        slow_steps: Single steps in which it was slower by far than it typically is.
+        slow_seconds: By how much, on average over these.
+        slow_phase: Where it lost the time of these.
     """
 
     rank: int
@@ -35,6 +41,14 @@ class Straggling:
     num_steps: int
     phase: str
     phase_seconds: float
+    slow_steps: tuple[int, ...] = ()
+    slow_seconds: float = 0.0
+    slow_phase: str = ""
+
+    @property
+    def slow_seconds_a_step(self) -> float:
+        """What the single slow steps cost, spread over all."""
+        return self.slow_seconds * len(self.slow_steps) / self.num_steps
 
 
 def stragglers(run: RunLog) -> list[Straggling]:
@@ -42,25 +56,54 @@ def stragglers(run: RunLog) -> list[Straggling]:
 
     Collectives even out the times of steps, and clocks of hosts differ: what is compared is how long ranks were busy.
     """
-    steps = list(run.steady_steps.values())
+    steps = run.steady_steps
     if not steps or len(run.ranks) < 2:
         return []
     return sorted((_straggling(rank, steps) for rank in run.ranks), key=lambda each: -each.lost_seconds)
 
 
-def _straggling(rank: int, steps: list[dict[int, StepRecord]]) -> Straggling:
-    lost = [_excess(rank, {r: record.busy_seconds for r, record in by_rank.items()}) for by_rank in steps]
-    phases = {
-        phase.value: median(
-            _excess(rank, {r: record.phases.get(phase.value, 0.0) for r, record in by_rank.items()}) for by_rank in steps
-        )
+def typical_step_seconds(run: RunLog) -> float:
+    """How long the middle one of all steps takes; 0 without any."""
+    return median(record.seconds for record in run.steady_records) if run.steady_records else 0.0
+
+
+def _straggling(rank: int, steps: Mapping[int, Mapping[int, StepRecord]]) -> Straggling:
+    lost = {step: _excess(rank, {r: each.busy_seconds for r, each in by_rank.items()}) for step, by_rank in steps.items()}
+    by_phase = {
+        phase.value: {
+            step: _excess(rank, {r: each.phases.get(phase.value, 0.0) for r, each in by_rank.items()})
+            for step, by_rank in steps.items()
+        }
         for phase in Phase
         if phase is not Phase.COMMUNICATION
     }
-    worst = max(phases, key=lambda phase: phases[phase])
-    num_last = sum(max(by_rank, key=lambda r: by_rank[r].busy_seconds) == rank for by_rank in steps)
-    arrived = mean(by_rank[rank].arrived_seconds for by_rank in steps)
-    return Straggling(rank, mean(lost), median(lost), arrived, num_last, len(steps), worst, phases[worst])
+    typical = {phase: median(values.values()) for phase, values in by_phase.items()}
+    worst = max(typical, key=lambda phase: typical[phase])
+    slow = _standing_out(lost, median(by_rank[rank].seconds for by_rank in steps.values()))
+    middle = median(lost.values())
+    return Straggling(
+        rank=rank,
+        lost_seconds=mean(lost.values()),
+        typical_seconds=middle,
+        arrived_seconds=mean(by_rank[rank].arrived_seconds for by_rank in steps.values()),
+        num_last=sum(max(by_rank, key=lambda r: by_rank[r].busy_seconds) == rank for by_rank in steps.values()),
+        num_steps=len(steps),
+        phase=worst,
+        phase_seconds=typical[worst],
+        slow_steps=slow,
+        slow_seconds=mean(lost[step] - middle for step in slow) if slow else 0.0,
+        slow_phase=max(by_phase, key=lambda phase: sum(by_phase[phase][step] - typical[phase] for step in slow))
+        if slow
+        else "",
+    )
+
+
+def _standing_out(lost: Mapping[int, float], step_seconds: float) -> tuple[int, ...]:
+    """Steps that lie above the middle one by far more than steps usually do, and by a part of a step that counts."""
+    middle = median(lost.values())
+    spread = median(abs(value - middle) for value in lost.values())
+    least = max(_STANDING_OUT * spread, STRAGGLER_PART * step_seconds)
+    return tuple(step for step, value in lost.items() if value - middle > least)
 
 
 def _excess(rank: int, values: Mapping[int, float]) -> float:

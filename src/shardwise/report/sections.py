@@ -36,7 +36,8 @@ _BLOCK_COLOURS = {"forward": 0, "backward": 1, "gather": 2, "reduce": 3}
 _OPTIMIZER_LANE = "optimizer"
 _OPTIMIZER_PLACES = (Place.AFTER_BACKWARD.value, Place.UPDATE.value)
 OP_COLOURS = {"gather": 2, "reduce": 3, "gather gradients": 6, "digest": 7, "use": 10, "buffers": 8}
-_STRAGGLER_PART = 0.05
+_MOST_NAMED = 3
+_MOST_STEPS_NAMED = 5
 _MOST_POINTS = 600
 
 
@@ -264,36 +265,29 @@ def stragglers(run: RunLog, prefix: str) -> str:
     if not found:
         text = '<p class="nothing">There is nobody to wait for: one rank, or no step that all ranks have recorded.</p>'
         return section(f"{prefix}stragglers", "Waits and stragglers", text)
-    worst = found[0]
-    seconds = mean(record.seconds for record in run.steady_records)
-    if worst.lost_seconds >= _STRAGGLER_PART * seconds:
-        verdict = warning(
-            f"Others wait for rank {worst.rank}: {format_seconds(worst.lost_seconds)} of each step "
-            f"({worst.lost_seconds / seconds:.0%}), of which typically {format_seconds(worst.phase_seconds)} in {worst.phase}. "
-            f"It came last in {worst.num_last} of {worst.num_steps} steps."
-        )
-    else:
-        verdict = "<p>No rank keeps the others by more than 5 % of a step.</p>"
+    seconds = figures.typical_step_seconds(run)
     heads = [
         "rank",
-        "busy longer than the others",
-        "typically",
+        "typically busy longer than the others",
         "of a step",
-        "arrives after",
-        "came last",
         "mostly in",
         "there",
+        "on average",
+        "single slow steps",
+        "arrives after",
+        "came last",
     ]
     rows: list[list[Cell | str]] = [
         [
             f"rank {each.rank}",
-            in_seconds(each.lost_seconds),
             in_seconds(each.typical_seconds),
-            in_percent(each.lost_seconds / seconds),
-            in_seconds(each.arrived_seconds),
-            Cell(f"{each.num_last} of {each.num_steps}", each.num_last),
+            in_percent(each.typical_seconds / seconds if seconds else 0.0),
             each.phase,
             in_seconds(each.phase_seconds),
+            in_seconds(each.lost_seconds),
+            Cell(str(len(each.slow_steps)), len(each.slow_steps)),
+            in_seconds(each.arrived_seconds),
+            Cell(f"{each.num_last} of {each.num_steps}", each.num_last),
         ]
         for each in found
     ]
@@ -301,8 +295,34 @@ def stragglers(run: RunLog, prefix: str) -> str:
         "Collectives even out the times of steps; what is compared here is how long each rank was busy, and after how much work it "
         "arrived at the exchange in which all ranks compare what they did."
     )
-    body = verdict + table(heads, rows, caption="How long ranks keep each other")
+    body = _verdict(found, seconds) + table(heads, rows, caption="How long ranks keep each other")
     return section(f"{prefix}stragglers", "Waits and stragglers", body, about)
+
+
+def _verdict(found: Sequence[figures.Straggling], seconds: float) -> str:
+    """Which ranks are slow step after step, and which in single steps: these have other causes."""
+    least = figures.STRAGGLER_PART * seconds
+    typical = sorted((each for each in found if each.typical_seconds >= least), key=lambda each: -each.typical_seconds)
+    texts = [
+        f"Others wait for rank {each.rank}: typically {format_seconds(each.typical_seconds)} of a step "
+        f"({each.typical_seconds / seconds:.0%}), of which {format_seconds(each.phase_seconds)} in {each.phase}. "
+        f"It came last in {each.num_last} of {each.num_steps} steps."
+        for each in typical[:_MOST_NAMED]
+        if seconds
+    ]
+    single = sorted((each for each in found if each.slow_steps), key=lambda each: -each.slow_seconds_a_step)
+    texts += [
+        f"Others waited for rank {each.rank} in {_few_steps(each.slow_steps)}, not typically: "
+        f"{format_seconds(each.slow_seconds)} more than usual on average, mostly in {each.slow_phase}."
+        for each in single[:_MOST_NAMED]
+        if each.slow_seconds_a_step >= least
+    ]
+    return "".join(map(warning, texts)) or "<p>No rank keeps the others by more than 5 % of a step.</p>"
+
+
+def _few_steps(steps: Sequence[int]) -> str:
+    names = ", ".join(map(str, steps[:_MOST_STEPS_NAMED])) + (", ..." if len(steps) > _MOST_STEPS_NAMED else "")
+    return f"{len(steps)} single step{'s' if len(steps) > 1 else ''} ({names})"
 
 
 def configuration(run: RunLog, prefix: str) -> str:

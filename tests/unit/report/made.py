@@ -1,5 +1,6 @@
 """Records as a run would have written them, made by hand."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,22 @@ def trace(step: int, rank: int, synced: float = 0.15) -> StepTrace:
 
 
 def write_run(
-    path: Path, *, num_ranks: int = 2, num_steps: int = 6, slow: dict[int, float] | None = None, **changes: Any
+    path: Path,
+    *,
+    num_ranks: int = 2,
+    num_steps: int = 6,
+    slow: dict[int, float] | None = None,
+    slow_steps: Collection[int] | None = None,
+    **changes: Any,
 ) -> Path:
-    """A run folder; ranks in ``slow`` take so much longer in their forward, and others wait for them."""
-    slow = slow or {}
-    longest = max(slow.values(), default=0.0)
+    """A run folder; ranks in ``slow`` take so much longer in their forward, in all steps or some, and others wait for them."""
+    every_step = slow or {}
     for rank in range(num_ranks):
         log = JsonLines(path / "ranks" / f"{rank}.jsonl")
         log.start(header(rank, num_ranks, **changes))
         for step in range(1, num_steps + 1):
-            own = slow.get(rank, 0.0)
+            slow = every_step if slow_steps is None or step in slow_steps else {}
+            own, longest = slow.get(rank, 0.0), max(slow.values(), default=0.0)
             log.step(record(step, rank, forward=0.05 + own, waited=0.02 + longest - own))
             if step == 3:
                 log.trace(trace(step, rank, synced=0.15 + 0.01 * rank))

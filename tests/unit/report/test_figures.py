@@ -1,5 +1,6 @@
 """What is worked out from records: who keeps whom, what moved, what was held."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from shardwise.core.errors import UsageError
 from shardwise.report import figures
 from shardwise.report.chrome import chrome_trace
-from shardwise.report.runs import load_run
-from tests.unit.report.made import write_run
+from shardwise.report.runs import RunLog, load_run
+from shardwise.telemetry.files import RankLog
+from tests.unit.report.made import header, record, write_run
 
 
 def test_rank_that_others_wait_for_comes_first(tmp_path: Path) -> None:
@@ -17,6 +19,25 @@ def test_rank_that_others_wait_for_comes_first(tmp_path: Path) -> None:
     worst = found[0]
     assert worst.lost_seconds == pytest.approx(0.3) and worst.typical_seconds == pytest.approx(0.3)
     assert (worst.num_last, worst.num_steps, worst.phase) == (4, 4, "forward")
+
+
+def test_single_slow_steps_are_told_from_what_is_typical(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path, num_ranks=3, num_steps=50, slow={1: 1.5}, slow_steps=[7, 20, 21]))
+    first = figures.stragglers(run)[0]
+    assert first.rank == 1 and first.typical_seconds == pytest.approx(0)
+    assert first.slow_steps == (7, 20, 21) and first.slow_seconds == pytest.approx(1.5) and first.slow_phase == "forward"
+    assert first.slow_seconds_a_step == pytest.approx(3 * 1.5 / 48)
+    assert all(each.slow_steps == () for each in figures.stragglers(run)[1:])
+
+
+def test_noise_does_not_stand_out(tmp_path: Path) -> None:
+    draws = random.Random(0).choices(range(100), k=200)
+    records = {
+        step: {rank: record(step, rank, forward=0.05 + (draw if rank else 99 - draw) * 1e-3) for rank in (0, 1)}
+        for step, draw in enumerate(draws, start=1)
+    }
+    ranks = {rank: RankLog(tmp_path, header(rank, 2), [by_rank[rank] for by_rank in records.values()]) for rank in (0, 1)}
+    assert all(each.slow_steps == () for each in figures.stragglers(RunLog(tmp_path, ranks)))
 
 
 def test_equal_ranks_keep_nobody(tmp_path: Path) -> None:

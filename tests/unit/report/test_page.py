@@ -81,7 +81,14 @@ def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
 
 def test_slow_rank_is_named_on_the_page(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path, slow={1: 0.2}))
-    assert "Others wait for rank 1: 200 ms of each step" in text and "in forward" in text
+    assert "Others wait for rank 1: typically 200 ms of a step" in text and "of which 200 ms in forward" in text
+    assert "single step" not in text.replace("single slow steps", "")
+
+
+def test_rank_that_is_slow_in_single_steps_is_not_called_typically_slow(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path, num_steps=40, slow={1: 2.0}, slow_steps=[12, 30]))
+    assert "Others waited for rank 1 in 2 single steps (12, 30), not typically: 2.00 s more than usual" in text
+    assert "mostly in forward" in text and "Others wait for" not in text
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
