@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.api.arguments import versions
 from shardwise.core.errors import UsageError
+from shardwise.core.ledger import Tier
 from shardwise.core.records import Header, StepRecord
 from shardwise.devices.flops import FlopCounter, peak_flops
 from shardwise.runtime.engine import Engine
@@ -40,10 +41,11 @@ class Recording:
 
     def __init__(self, engine: Engine, sinks: Sequence[Sink]) -> None:
         self._engine = engine
-        self._suspects = Suspects(engine.model)
         self.leaks: list[Leak] = []
         engine.meter.sinks.extend(sinks)
-        engine.meter.watch = LeakWatch(self._suspects.look, self._suspects.owner, self._tell_of_leak)
+        # On the CPU, what rests on the host comes from the same allocator.
+        tiers = (Tier.DEVICE.value, Tier.HOST.value) if engine.device.type == "cpu" else (Tier.DEVICE.value,)
+        engine.meter.watch = LeakWatch(Suspects(engine.model), self._tell_of_leak, tiers)
         engine.forward.flop_counter = FlopCounter(self._tell_of_flops)
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.core.records import StepRecord
 from shardwise.core.sizes import format_bytes
@@ -17,6 +17,8 @@ _NUM_BLOCKS = 4
 _LEAST_EVENNESS = 0.25
 """Of a rise between blocks, against the mean of all: what jumps once, as at the first evaluation, does not leak."""
 _WARM_UP_STEPS = 5
+_CONFIRM_STEPS = 2
+"""After which variables of a loop are bound to other things."""
 _LEAST_BYTES = 32 * 1024
 """Of what is not booked: the program's own lists and caches grow by less in so many steps."""
 _LEAST_UNOWNED_BYTES = 64 * 2**20
@@ -55,6 +57,10 @@ class Growth:
         self._looks: deque[tuple[int, int]] = deque(maxlen=NUM_LOOKS)
         self._first_bytes: int | None = None
         self.is_reported = False
+        self.suspected_at = -NUM_LOOKS
+        """The last step at which it seemed to grow."""
+        self.grows_since: int | None = None
+        """The step at which it was seen to grow, until it is asked who holds it."""
         self.asked_at = -NUM_LOOKS
         """The last step at which it was asked who holds it."""
 
@@ -102,24 +108,40 @@ class Growth:
         return max(at for at, (_, num_bytes) in enumerate(self._looks) if num_bytes == least)
 
 
+class Witness(Protocol):
+    """Knows who holds memory. All of it is slow, and called when memory seems to grow."""
+
+    def look(self) -> None:
+        """Note what is there, so that it can be told later what has come."""
+        ...
+
+    def look_again(self) -> None:
+        """Note what is there now: what is gone some steps later was a step's own."""
+        ...
+
+    def owner(self, num_bytes: int) -> str | None:
+        """Who holds what has come since the first look and was there at the second, or None if nobody is found.
+
+        Args:
+            num_bytes: How much has come since the first look.
+        """
+        ...
+
+
 class LeakWatch:
     """Looks at every record, and tells of each kind that grows once.
 
     Args:
-        suspect: Called when something seems to grow: to note what is there, so that it can be told later what has come.
-        find_owner: Called when it does grow, with the bytes that have come since it was suspected: says who holds them, or None
-            if nobody is found.
+        witness: Asked who holds what grows.
         report: Called with what was found.
+        tiers: Those whose memory comes from the allocator that is asked.
     """
 
-    def __init__(
-        self, suspect: Callable[[], None], find_owner: Callable[[int], str | None], report: Callable[[Leak], None]
-    ) -> None:
-        self._suspect = suspect
-        self._find_owner = find_owner
+    def __init__(self, witness: Witness, report: Callable[[Leak], None], tiers: Collection[str] = ("device",)) -> None:
+        self._witness = witness
         self._report = report
+        self._tiers = tiers
         self._growths: dict[str, Growth] = {}
-        self._suspected_at: dict[str, int] = {}
 
     def step(self, record: StepRecord) -> None:
         """A step was committed."""
@@ -128,29 +150,32 @@ class LeakWatch:
         for kind, num_bytes in self._looks_of(record):
             growth = self._growths.setdefault(kind, Growth(_LEAST_BYTES if kind == UNBOOKED else 1))
             growth.add(record.step, num_bytes)
-            if growth.is_reported:
-                continue
-            if growth.rises() and record.step - growth.asked_at >= NUM_LOOKS:
-                self._ask(kind, growth, record.step)
-            elif growth.rises(NUM_LOOKS // 2) and record.step - self._suspected_at.get(kind, -NUM_LOOKS) >= NUM_LOOKS:
-                self._suspected_at[kind] = record.step
-                self._suspect()
+            if not growth.is_reported:
+                self._follow(kind, growth, record.step)
+
+    def _follow(self, kind: str, growth: Growth, step: int) -> None:
+        """First it seems to grow, then it does, and some steps later it is asked who has kept what was there."""
+        if growth.grows_since is not None:
+            if step - growth.grows_since >= _CONFIRM_STEPS:
+                self._ask(kind, growth, step)
+        elif growth.rises() and step - growth.asked_at >= NUM_LOOKS:
+            growth.grows_since = step
+            self._witness.look_again()
+        elif growth.rises(NUM_LOOKS // 2) and step - growth.suspected_at >= NUM_LOOKS:
+            growth.suspected_at = step
+            self._witness.look()
 
     def _ask(self, kind: str, growth: Growth, step: int) -> None:
         """Something grows: tell of it, unless it is little and nobody holds it."""
-        growth.asked_at = step
-        num_steps = step - self._suspected_at.get(kind, step)
-        owner = self._find_owner(round(growth.bytes_per_step * num_steps))
+        growth.asked_at, growth.grows_since = step, None
+        owner = self._witness.owner(round(growth.bytes_per_step * (step - growth.suspected_at)))
         if owner is not None or kind != UNBOOKED or growth.all_bytes >= _LEAST_UNOWNED_BYTES:
             growth.is_reported = True
             self._report(Leak(kind, growth.first_step, step, growth.bytes_per_step, owner or NOBODY))
 
-    @staticmethod
-    def _looks_of(record: StepRecord) -> Iterable[tuple[str, int]]:
+    def _looks_of(self, record: StepRecord) -> Iterable[tuple[str, int]]:
         for each in record.held:
             yield f"{each.kind} ({each.tier})", each.live_bytes
         if record.process is not None and record.process.allocated_bytes:
-            yield (
-                UNBOOKED,
-                record.process.allocated_bytes - sum(each.live_bytes for each in record.held if each.tier == "device"),
-            )
+            booked = sum(each.live_bytes for each in record.held if each.tier in self._tiers)
+            yield UNBOOKED, record.process.allocated_bytes - booked

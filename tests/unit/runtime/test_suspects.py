@@ -145,6 +145,27 @@ def test_tensors_that_take_the_place_of_others_have_not_gathered() -> None:
     assert len(outputs) == 8
 
 
+def test_tensors_of_the_step_under_way_have_not_gathered() -> None:
+    suspects = Suspects()
+    suspects.look()
+    kept = [torch.zeros(30) for _ in range(5)]
+    batch = [torch.zeros(50, 3) for _ in range(8)]
+    suspects.look_again()
+    batch = [torch.zeros(50, 3) for _ in batch]
+    owner = suspects.owner(0)
+    assert owner is not None and "5 tensors have gathered" in owner and "held by 'kept'" in owner
+    assert len(kept) + len(batch) == 13
+
+
+def test_tensors_that_are_far_less_than_what_has_come_are_not_the_ones() -> None:
+    for num_bytes, is_named in ((8 * 600, True), (10**6, False)):
+        suspects = Suspects()
+        suspects.look()
+        batch = [torch.zeros(50, 3) for _ in range(8)]
+        assert (suspects.owner(num_bytes) is not None) == is_named
+        del batch
+
+
 def test_to_look_keeps_nothing_alive() -> None:
     class Big:
         pass

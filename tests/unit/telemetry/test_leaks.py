@@ -11,30 +11,45 @@ from tests.unit.report.made import record
 KiB = 1024
 
 
-def watched(booked: list[int], unbooked: list[int] | None = None, owner: str | None = "someone") -> tuple[list[Leak], int]:
-    """Leaks found in a series of looks, and how often something was suspected."""
+class Someone:
+    """Is asked, and counts how often."""
+
+    def __init__(self, name: str | None = "someone") -> None:
+        self.name = name
+        self.calls: list[str] = []
+
+    def look(self) -> None:
+        self.calls.append("look")
+
+    def look_again(self) -> None:
+        self.calls.append("look again")
+
+    def owner(self, num_bytes: int) -> str | None:
+        self.calls.append("owner")
+        return self.name
+
+
+def watched(
+    booked: list[int], unbooked: list[int] | None = None, owner: str | None = "someone"
+) -> tuple[list[Leak], list[str]]:
+    """Leaks found in a series of looks, and what was asked for in turn."""
     leaks: list[Leak] = []
-    num_suspected = 0
-
-    def suspect() -> None:
-        nonlocal num_suspected
-        num_suspected += 1
-
-    watch = LeakWatch(suspect, lambda num_bytes: owner, leaks.append)
+    witness = Someone(owner)
+    watch = LeakWatch(witness, leaks.append)
     for step, num_bytes in enumerate(booked, start=1):
         beside = 10**8 if unbooked is None else unbooked[step - 1]
         held = (Held("device", "gradient shards", num_bytes, num_bytes),)
         watch.step(record(step, 0, held=held, process=Process(num_bytes + beside, 0, 0)))
-    return leaks, num_suspected
+    return leaks, witness.calls
 
 
 def test_growth_from_some_step_on_is_found_once_with_that_step() -> None:
     series = [1000] * 40 + [1000 + 64 * at for at in range(1, 80)]
-    (leak,), num_suspected = watched(series)
+    (leak,), calls = watched(series)
     assert leak.kind == "gradient shards (device)" and leak.owner == "someone"
     assert leak.found_step <= 40 + 50 and 38 <= leak.first_step <= leak.found_step
     assert leak.bytes_per_step == pytest.approx(64, rel=0.2)
-    assert num_suspected == 1
+    assert calls == ["look", "look again", "owner"]
 
 
 def test_growth_every_other_step_is_found() -> None:
@@ -75,3 +90,13 @@ def test_what_nobody_holds_is_told_of_when_it_is_much() -> None:
     assert 64 <= leak.found_step <= 100 and "held by an extension" in str(leak)
     (leak,), _ = watched([1000 + 64 * at for at in range(300)], owner=None)  # What is booked grows for a reason.
     assert leak.found_step <= 50
+
+
+def test_what_is_booked_on_the_host_is_not_beside_the_ledger_of_a_cpu() -> None:
+    for tiers, num_leaks in ((("device", "host"), 0), (("device",), 1)):
+        leaks: list[Leak] = []
+        watch = LeakWatch(Someone(), leaks.append, tiers)
+        for step in range(1, 60):
+            held = (Held("device", "buffers", 10, 10), Held("host", "copies for checkpoints", step * 10**6, step * 10**6))
+            watch.step(record(step, 0, held=held, process=Process(10**8 + step * 10**6, 0, 0)))
+        assert [leak.kind for leak in leaks].count(UNBOOKED) == num_leaks
