@@ -11,7 +11,7 @@ from shardwise.report.charts import Line, bar_chart, line_chart
 from shardwise.report.page import headline, run_body
 from shardwise.report.parts import Cell, Page, format_seconds, in_bytes, in_seconds, section, table
 from shardwise.report.runs import RunLog
-from shardwise.report.sections import KIND_COLOURS, OP_COLOURS, PHASE_COLOURS, bytes_text, layers_of, memory_figure, thinned
+from shardwise.report.sections import OP_COLOURS, PHASE_COLOURS, bytes_text, colour_of_kind, layers_of, memory_figure, thinned
 
 _NUM_LINE_COLOURS = 10
 _NARROW = 430
@@ -77,9 +77,9 @@ def _memory(runs: Mapping[str, RunLog], page: Page) -> str:
     bars: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         by_rank = [figures.peak_by_kind(log.steps) for log in run.ranks.values()]
-        kinds = sorted({kind for peaks in by_rank for kind in peaks}, key=lambda kind: KIND_COLOURS.get(kind, 8))
+        kinds = sorted({kind for peaks in by_rank for kind in peaks}, key=colour_of_kind)
         bars[name] = {kind: max(peaks.get(kind, 0) for peaks in by_rank) for kind in kinds}
-    legend = {kind: KIND_COLOURS.get(kind, 8) for parts in bars.values() for kind in parts}
+    legend = {kind: colour_of_kind(kind) for parts in bars.values() for kind in parts}
     chart = bar_chart(bars, legend, title="The most of each kind on any rank, by run", x=bytes_text)
     rows: list[list[Cell | str]] = [[name, *(in_bytes(parts.get(kind, 0)) for kind in legend)] for name, parts in bars.items()]
     behind = table(["run", *legend], rows, caption="The most of each kind on any rank")

@@ -53,7 +53,12 @@ def format_seconds(seconds: float) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Cell | str]], *, caption: str, has_long_text: bool = False) -> str:
     """A table that can be sorted by each column."""
-    head = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in heads)
+    first = rows[0] if rows else ()
+    texts = [at < len(first) and isinstance(first[at], str) for at in range(len(heads))]
+    head = "".join(
+        f'<th scope="col"{" class=text" if is_text else ""}><button type="button">{escape(name)}</button></th>'
+        for name, is_text in zip(heads, texts, strict=True)
+    )
     body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in rows)
     label = f'aria-label="{escape(caption)}"' + (' class="long"' if has_long_text else "")
     return f'<div class="scroll"><table {label}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -41,6 +41,12 @@ _MOST_STEPS_NAMED = 5
 _MOST_POINTS = 600
 
 
+def colour_of_kind(name: str) -> int:
+    """Of a kind of memory, in whatever tier it rests."""
+    kind = name.partition(" (")[0].rpartition(": ")[2]
+    return KIND_COLOURS.get(kind, KIND_COLOURS[Kind.POOL.value])
+
+
 def bytes_text(value: float) -> str:
     """A byte count on an axis."""
     return format_bytes(round(value))
@@ -69,9 +75,7 @@ def layers_of(trace: StepTrace) -> tuple[list[float], list[Layer]]:
     xs = [row[0] * 1e3 for row in trace.memory]
     columns = list(zip(*(row[1:] for row in trace.memory), strict=True)) if trace.memory else []
     kinds = [name.removeprefix("device: ") for name in trace.kinds[:-1]]
-    layers = [
-        Layer(name, values, KIND_COLOURS.get(name, 8)) for name, values in zip(kinds, columns, strict=False) if any(values)
-    ]
+    layers = [Layer(name, values, colour_of_kind(name)) for name, values in zip(kinds, columns, strict=False) if any(values)]
     layers.sort(key=lambda layer: (layer.colour in (1, 8), layer.colour))
     if columns and any(columns[-1]):
         beside = [allocated - sum(row) for allocated, row in zip(columns[-1], zip(*columns[:-1], strict=True), strict=True)]
@@ -114,7 +118,7 @@ def memory(run: RunLog, page: Page, prefix: str) -> str:
     rows: list[list[Cell | str]] = []
     for rank, log in run.ranks.items():
         peaks = figures.peak_by_kind(log.steps)
-        bars[f"rank {rank}"] = dict(sorted(peaks.items(), key=lambda item: KIND_COLOURS.get(item[0], 8)))
+        bars[f"rank {rank}"] = dict(sorted(peaks.items(), key=lambda item: colour_of_kind(item[0])))
         seen = [record for record in log.steps if record.process is not None]
         last = seen[-1] if seen else None
         live = 0 if last is None else sum(each.live_bytes for each in last.held)
@@ -132,7 +136,7 @@ def memory(run: RunLog, page: Page, prefix: str) -> str:
                     in_bytes(process.peak_resident_bytes),
                 ]
             )
-    kinds = {kind: KIND_COLOURS.get(kind, 8) for parts in bars.values() for kind in parts}
+    kinds = {kind: colour_of_kind(kind) for parts in bars.values() for kind in parts}
     chart = bar_chart(bars, kinds, title="The most of each kind by rank", x=bytes_text)
     behind = table(
         ["rank", *kinds], [[rank, *(in_bytes(parts.get(kind, 0)) for kind in kinds)] for rank, parts in bars.items()],
@@ -268,12 +272,12 @@ def stragglers(run: RunLog, prefix: str) -> str:
     seconds = figures.typical_step_seconds(run)
     heads = [
         "rank",
-        "typically busy longer than the others",
+        "typically slower by",
         "of a step",
         "mostly in",
         "there",
         "on average",
-        "single slow steps",
+        "slow steps",
         "arrives after",
         "came last",
     ]
@@ -292,8 +296,8 @@ def stragglers(run: RunLog, prefix: str) -> str:
         for each in found
     ]
     about = (
-        "Collectives even out the times of steps; what is compared here is how long each rank was busy, and after how much work it "
-        "arrived at the exchange in which all ranks compare what they did."
+        "Collectives even out the times of steps; what is compared here is how long each rank was busy, and after how much work "
+        "it arrived at the exchange in which all ranks compare what they did. Slow steps are single ones that stand out."
     )
     body = _verdict(found, seconds) + table(heads, rows, caption="How long ranks keep each other")
     return section(f"{prefix}stragglers", "Waits and stragglers", body, about)

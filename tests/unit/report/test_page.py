@@ -12,6 +12,7 @@ from shardwise.report.charts import binary_ticks, nice_ticks
 from shardwise.report.compare import compare_body
 from shardwise.report.page import document, run_body
 from shardwise.report.runs import load_run
+from shardwise.report.sections import colour_of_kind
 from tests.unit.report.made import write_run
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
@@ -79,10 +80,22 @@ def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert len(page_of(write_run(tmp_path, num_ranks=8, num_steps=1500)).encode()) < 1_000_000
 
 
+def test_kinds_have_a_colour_each_in_whatever_tier() -> None:
+    names = [
+        "gathered parameters",
+        "copies for checkpoints (host)",
+        "optimizer state (disk)",
+        "host: activations",
+        "free workspace",
+    ]
+    assert len({colour_of_kind(name) for name in names}) == len(names)
+    assert colour_of_kind("optimizer state (host)") == colour_of_kind("optimizer state")
+
+
 def test_slow_rank_is_named_on_the_page(tmp_path: Path) -> None:
     text = page_of(write_run(tmp_path, slow={1: 0.2}))
     assert "Others wait for rank 1: typically 200 ms of a step" in text and "of which 200 ms in forward" in text
-    assert "single step" not in text.replace("single slow steps", "")
+    assert "single step" not in text.replace("Slow steps are single ones", "")
 
 
 def test_rank_that_is_slow_in_single_steps_is_not_called_typically_slow(tmp_path: Path) -> None:
