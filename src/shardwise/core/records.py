@@ -5,13 +5,53 @@ A record is written by one version and may be read by another: readers take what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
+
+_Row = TypeVar("_Row", "Held", "Traffic", "Span")
 
 SCHEMA = 1
 """Raised when the meaning of what is written changes. Readers refuse what is newer than they are."""
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"expected a number, but got {value!r}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"expected a whole number, but got {value!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, but got {value!r}")
+    return value
+
+
+_CHECKS: Mapping[Any, Callable[[Any], Any]] = {"int": _whole, "float": _number, "str": _text}
+"""By the annotation of a field: what is read may have been written by anyone."""
+
+
+def plain_fields(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class that are numbers or texts, checked.
+
+    Raises:
+        KeyError, TypeError: One is missing, or is something else.
+    """
+    return {key.name: _CHECKS[key.type](values[key.name]) for key in fields(cls) if key.type in _CHECKS}
+
+
+def _from_row(cls: type[_Row], row: Sequence[Any]) -> _Row:
+    """A class of numbers and texts from their values in turn; what follows them is left out."""
+    known = fields(cls)
+    return cls(*(_CHECKS[key.type](value) for key, value in zip(known, row[: len(known)], strict=True)))
 
 
 class Phase(Enum):
@@ -127,11 +167,17 @@ class StepRecord:
         Raises:
             KeyError, TypeError, ValueError: It is no such record.
         """
-        known = {key.name: values[key.name] for key in fields(cls)}
-        process = None if known["process"] is None else Process(**known["process"])
-        held = tuple(Held(*row[:4]) for row in known["held"])
-        traffic = tuple(Traffic(*row[:8]) for row in known["traffic"])
-        return cls(**{**known, "held": held, "traffic": traffic, "process": process})
+        known = plain_fields(cls, values)
+        process = values["process"]
+        return cls(
+            **known,
+            phases={str(phase): _number(seconds) for phase, seconds in values["phases"].items()},
+            held=tuple(_from_row(Held, row) for row in values["held"]),
+            process=None if process is None else Process(**plain_fields(Process, process)),
+            traffic=tuple(_from_row(Traffic, row) for row in values["traffic"]),
+            # Whatever users have logged: a loss may be no number any more, and a text is none.
+            values={name: value for name, value in values["values"].items() if isinstance(value, int | float)},
+        )
 
 
 @dataclass(frozen=True)
@@ -154,8 +200,13 @@ class Header:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Header:
-        """Read plain values; what is unknown is left out."""
-        return cls(**{key.name: values[key.name] for key in fields(cls)})
+        """Read plain values; what is unknown is left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is no such header.
+        """
+        tables: dict[str, Any] = {name: dict(values[name]) for name in ("plan", "versions", "host", "config")}
+        return cls(**plain_fields(cls, values), **tables)
 
 
 @dataclass(frozen=True)
@@ -201,8 +252,14 @@ class StepTrace:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepTrace:
-        """Read plain values; what is unknown is left out."""
-        known = {key.name: values[key.name] for key in fields(cls)}
-        spans = tuple(Span(*row[:5]) for row in known["spans"])
-        memory = tuple(tuple(row) for row in known["memory"])
-        return cls(**{**known, "spans": spans, "kinds": tuple(known["kinds"]), "memory": memory})
+        """Read plain values; what is unknown is left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is no such trace.
+        """
+        return cls(
+            **plain_fields(cls, values),
+            spans=tuple(_from_row(Span, row) for row in values["spans"]),
+            kinds=tuple(map(str, values["kinds"])),
+            memory=tuple(tuple(map(_number, row)) for row in values["memory"]),
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from shardwise.core.records import Phase, StepRecord, Traffic
-from shardwise.report.runs import RunLog
+from shardwise.report.runs import RunLog, as_number
 
 STRAGGLER_PART = 0.05
 """Of a step: what others wait for a rank, from which on it is told of."""
@@ -183,11 +183,11 @@ def flops_per_second(run: RunLog) -> tuple[float, float]:
     steps = run.steady_steps.values()
     rates, parts = [], []
     for rank, log in run.ranks.items():
-        counted = [note["forward_flops"] for note in log.notes if "forward_flops" in note]
+        counted = [as_number(note["forward_flops"]) for note in log.notes if "forward_flops" in note]
         seconds = [by_rank[rank].seconds for by_rank in steps if rank in by_rank]
-        if counted and seconds and log.header is not None:
+        if counted and any(seconds) and log.header is not None:
             rates.append(3 * counted[0] / mean(seconds))
-            parts.append(rates[-1] / (log.header.host.get("peak_flops") or float("inf")))
+            parts.append(rates[-1] / (as_number(log.header.host.get("peak_flops")) or float("inf")))
     return (mean(rates), mean(parts)) if rates else (0.0, 0.0)
 
 

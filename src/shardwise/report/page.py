@@ -64,7 +64,7 @@ def headline(run: RunLog) -> dict[str, str]:
     header = run.header
     if header is not None:
         found = {"ZeRO stage": str(header.plan.get("stage", "?")), **found}
-        found["parameters"] = f"{header.host.get('num_parameters', 0):,}"
+        found["parameters"] = f"{run.host_number('num_parameters'):,.0f}"
     if not records:
         return found
     seconds = mean(record.seconds for record in records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,10 @@ class RunLog:
     def header(self) -> Header | None:
         """Of the first rank that has one."""
         return next((log.header for log in self.ranks.values() if log.header is not None), None)
+
+    def host_number(self, key: str) -> float:
+        """What the header says of its host; 0 where it says nothing, or no number."""
+        return 0.0 if self.header is None else as_number(self.header.host.get(key))
 
     @cached_property
     def steps(self) -> dict[int, dict[int, StepRecord]]:
@@ -77,6 +82,11 @@ class RunLog:
     def traced_steps(self) -> list[int]:
         """Steps that any rank has traced."""
         return sorted({trace.step for log in self.ranks.values() for trace in log.traces})
+
+
+def as_number(value: object) -> float:
+    """A number that somebody may have written; 0 for anything else."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def load_run(path: Path) -> RunLog:

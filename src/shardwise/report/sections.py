@@ -231,7 +231,7 @@ def traffic(run: RunLog, page: Page, prefix: str) -> str:
     chart = bar_chart(bars, colours, title="Bytes sent a step by op and rank", x=bytes_text)
     behind = _flow_table(ops, "op")
     body = page.figure(chart, legend=colours, behind="") + behind
-    capacity = 0.0 if run.header is None else float(run.header.host.get("link_bytes_per_second") or 0.0)
+    capacity = run.host_number("link_bytes_per_second")
     if capacity:
         used = sum(flow.wire_bytes for flow in ops) / (sum(flow.moving_seconds for flow in ops) or 1.0)
         link = "" if run.header is None else str(run.header.host.get("link"))

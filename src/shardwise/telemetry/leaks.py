@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
-from shardwise.core.records import StepRecord
+from shardwise.core.records import StepRecord, plain_fields
 from shardwise.core.sizes import format_bytes
 
 NUM_LOOKS = 12
@@ -40,7 +40,7 @@ class Leak:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Leak:
         """Read plain values; what is unknown is left out."""
-        return cls(**{key.name: values[key.name] for key in fields(cls)})
+        return cls(**plain_fields(cls, values))
 
     def __str__(self) -> str:
         return (

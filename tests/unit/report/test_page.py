@@ -1,8 +1,10 @@
 """The page as text: whole, small, and with everything escaped."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from shardwise.report.compare import compare_body
 from shardwise.report.page import document, run_body
 from shardwise.report.runs import load_run
 from shardwise.report.sections import colour_of_kind
-from tests.unit.report.made import write_run
+from tests.unit.report.made import record, write_run
 
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
 
@@ -109,6 +111,33 @@ def test_run_that_has_hardly_begun_has_a_page(tmp_path: Path, num_steps: int) ->
     text = page_of(write_run(tmp_path, num_steps=num_steps))
     Tags.of(text)
     assert "No step was traced yet" in text
+
+
+@pytest.mark.parametrize("changes", [
+    {"seconds": "soon"}, {"seconds": float("nan")}, {"step": EVIL}, {"phases": None}, {"phases": {"data": []}}, {"process": 3},
+    {"held": [["device", "buffers", None, "many"]]}, {"traffic": [[EVIL]]}, {"rank": None},
+])  # fmt: skip
+def test_records_of_others_are_left_out_and_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_run(tmp_path)
+    log = tmp_path / "ranks" / "1.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[2] |= changes
+    log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    run = load_run(tmp_path)
+    assert run.problems == [f"line 3 of {log} is no record"] and len(run.ranks[1].steps) == 5
+    Tags.of(page_of(tmp_path))
+
+
+def test_facts_of_others_are_shown_as_far_as_they_mean_anything(tmp_path: Path) -> None:
+    host = {"num_parameters": "many", "link_bytes_per_second": [1], "peak_flops": EVIL}
+    write_run(tmp_path, host=host)
+    log = tmp_path / "ranks" / "0.jsonl"
+    notes = [{"is": "note", "forward_flops": EVIL}, {"is": "note", "leak": {"kind": EVIL, "bytes_per_step": "x"}}]
+    step = record(7, 0, seconds=0.0, values={"loss": float("nan"), "why": EVIL}).to_dict()
+    with log.open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in [*notes, {"is": "step", **step}])
+    text = page_of(tmp_path)
+    assert "img" not in Tags.of(text) and "is no record" in text
 
 
 @given(st.floats(1e-9, 1e15))
