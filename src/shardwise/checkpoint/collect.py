@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import names, tree
+from shardwise.checkpoint.kinds import kind_of
 from shardwise.checkpoint.manifest import DTYPES, contiguous_stride
 from shardwise.checkpoint.shards import Part, bytes_of
 from shardwise.core.errors import UsageError, UsageTypeError
@@ -151,6 +152,7 @@ def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int
     # Kind by kind, so that what one reader needs of one kind lies together.
     found.parts.extend(part for group in parts.values() for part in group)
     found.items[names.groups(index)] = encode_item(names.groups(index), groups)
+    found.items[names.kinds(index)] = encode_item(names.kinds(index), [kind_of(optimizer)])
 
 
 def _add_param_state(

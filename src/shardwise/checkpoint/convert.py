@@ -15,6 +15,7 @@ from shardwise.checkpoint.collect import encode_item
 from shardwise.checkpoint.deepspeed_format import ZeroState, find_deepspeed, read_deepspeed
 from shardwise.checkpoint.folders import candidates, place_of, read_manifest
 from shardwise.checkpoint.hugging_face import is_hugging_face, read_hugging_face, write_hugging_face
+from shardwise.checkpoint.kinds import kinds_with
 from shardwise.checkpoint.local_place import LocalPlace
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Entry, Manifest, Piece, Summary, contiguous_stride
 from shardwise.checkpoint.places import Place, publishing, writing
@@ -124,6 +125,7 @@ def _write_zero(state: ZeroState, target: Place, on_bytes: OnBytes, versions: Ma
     groups = encode_item(names.groups(0), state.groups)
     values[names.groups(0)] = groups.value
     parts.extend(groups.parts)
+    values[names.kinds(0)] = list(kinds_with(key for keys in state.moments.values() for key in keys))
     for group, step in zip(state.groups, state.steps, strict=True):
         for param in group["params"]:
             item = encode_item(names.state(0, param), {} if step is None else {"step": step})

@@ -53,7 +53,7 @@ class Loaded:
         extra: The values that were saved as ``extra``; what objects with ``load_state_dict`` were given is not among them.
         missing: What the checkpoint has not, and was left as it is (``strict=False``).
         unexpected: What the checkpoint has for which there is no place.
-        misshapen: What has other shapes.
+        misshapen: What has other shapes, dtypes of another kind (whole numbers for fractions), or is of another kind of optimizer.
         is_fallback: Whether a newer one could not be used.
         num_bytes_read: What this rank has read of it: to test it, and to load it.
     """
@@ -218,7 +218,8 @@ def _match(engine: Engine, request: Request, manifest: Manifest, path: str) -> M
             )
     problems = matcher.found.problems
     if problems and request.strict:
-        hint = "Pass strict=False to load what fits" + ("." if request.weights_only else ", or weights_only=True.")
+        hint = "Pass strict=False to load what fits"
+        hint += "." if request.weights_only else ", or weights_only=True without optimizer and extra for the weights alone."
         raise _Unfit(f"{path} does not fit: {problems}. {hint}")
     return matcher.found
 

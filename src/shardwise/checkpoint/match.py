@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import names, tree
 from shardwise.checkpoint.collect import line_of, plain_tensors
-from shardwise.checkpoint.manifest import Entry, Manifest, contiguous_stride
+from shardwise.checkpoint.kinds import can_hold, is_of_kind, kind_of
+from shardwise.checkpoint.manifest import Entry, Manifest, contiguous_stride, name_of
 from shardwise.checkpoint.reader import Slot
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import FlatState, GradBuffer, ParamState, state_of
@@ -38,7 +39,7 @@ class Problems:
         for what, found in (
             ("not in it", self.missing),
             ("not in the model", self.unexpected),
-            ("other shapes", self.misshapen),
+            ("other shapes or kinds", self.misshapen),
         ):
             if found:
                 more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
@@ -98,15 +99,20 @@ class Matcher:
         for flat in self._engine.executor.flats:
             for state in flat.params:
                 key = self._find(state.spec.names, index, used)
-                self._match(state.spec.name, state.spec.shape, key)
-                if key is not None and self._fits(key, state.spec.shape):
-                    self._add_slot(self._manifest.tensors[key], state, partial(_owned_line, flat, state))
+                entry = self._match(state.spec.name, state.spec.shape, flat.master.dtype, key)
+                if entry is not None:
+                    self._add_slot(entry, state, partial(_owned_line, flat, state))
         for aliases, tensor in _by_identity(self._engine.model):
             key = self._find(aliases, index, used)
-            self._match(aliases[0], tuple(tensor.shape), key)
-            if key is not None and self._fits(key, tuple(tensor.shape)):
-                entry = self._manifest.tensors.get(names.of_rank(self._rank, key)) if self.is_same_world else None
-                self._add_plain(entry or self._manifest.tensors[key], tensor)
+            own = names.of_rank(self._rank, key or "")
+            entry = self._match(
+                aliases[0],
+                tuple(tensor.shape),
+                tensor.dtype,
+                own if self.is_same_world and own in self._manifest.tensors else key,
+            )
+            if entry is not None:
+                self._add_plain(entry, tensor)
         self.found.problems.unexpected.extend(sorted(key.removeprefix(names.MODEL) for key in set(index.values()) - used))
         for name, module in self._engine.model.named_modules():
             if type(module).set_extra_state is not nn.Module.set_extra_state:
@@ -121,22 +127,25 @@ class Matcher:
                 found[key.removeprefix(prefix)] = key
         return found
 
-    def _fits(self, key: str, shape: tuple[int, ...]) -> bool:
-        return self._manifest.tensors[key].shape == shape
-
     def _find(self, aliases: Sequence[str], index: Mapping[str, str], used: set[str]) -> str | None:
         """Where a tensor is. Others that a tied one is kept under as well hold the same."""
         found = [index[name] for name in aliases if name in index]
         used.update(found)
         return found[0] if found else None
 
-    def _match(self, name: str, shape: tuple[int, ...], key: str | None) -> None:
+    def _match(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, key: str | None) -> Entry | None:
+        """What is to be read into a tensor of the model, if it is there and fits."""
         if key is None:
             self.found.problems.missing.append(name)
-            return
-        if not self._fits(key, shape):
-            there = self._manifest.tensors[key].shape
-            self.found.problems.misshapen.append(f"{name} (here {list(shape)}, there {list(there)})")
+            return None
+        entry = self._manifest.tensors[key]
+        if entry.shape != shape:
+            self.found.problems.misshapen.append(f"{name} (here {list(shape)}, there {list(entry.shape)})")
+            return None
+        if not can_hold(dtype, entry.dtype):
+            self.found.problems.misshapen.append(f"{name} (here {name_of(dtype)}, there {name_of(entry.dtype)})")
+            return None
+        return entry
 
     def _add_slot(self, entry: Entry, state: ParamState, line: Callable[[], torch.Tensor]) -> None:
         piece, offset = state.piece, state.spec.offset
@@ -182,6 +191,11 @@ class Matcher:
         for index, optimizer in enumerate(optimizers):
             adopt(optimizer)
             label = f"optimizer {index}" if len(optimizers) > 1 else "the optimizer's state"
+            kinds = self._manifest.values.get(names.kinds(index))
+            if kinds is not None and not is_of_kind(optimizer, kinds):
+                there = " or ".join(map(str, kinds))
+                self.found.problems.misshapen.append(f"{label} (here of {kind_of(optimizer)}, there of {there})")
+                continue
             if not self.want(names.groups(index), label):
                 continue
             groups = self._manifest.values[names.groups(index)]
@@ -261,8 +275,9 @@ class Matcher:
         found = {}
         for state in flat.params:
             key = next((index[name] for name in state.spec.names if name in index), None)
-            if key is not None and self._fits(key, state.spec.shape):
-                found[state.index] = self._manifest.tensors[key]
+            entry = None if key is None else self._manifest.tensors[key]
+            if entry is not None and entry.shape == state.spec.shape and can_hold(flat.precision.reduce, entry.dtype):
+                found[state.index] = entry
         return found
 
 

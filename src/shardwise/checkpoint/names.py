@@ -29,6 +29,11 @@ def groups(index: int) -> str:
     return optimizer(index, "groups")
 
 
+def kinds(index: int) -> str:
+    """Which optimizer it was: its kind, or those that it may have been."""
+    return optimizer(index, "kinds")
+
+
 def state(index: int, param: str) -> str:
     """What an optimizer holds for one parameter: values, and which of them are tensors of its form."""
     return optimizer(index, f"state/{param}")
