@@ -18,7 +18,7 @@ from shardwise.checkpoint.hugging_face import is_hugging_face, read_hugging_face
 from shardwise.checkpoint.kinds import kinds_with
 from shardwise.checkpoint.local_place import LocalPlace
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Entry, Manifest, Piece, Summary, contiguous_stride
-from shardwise.checkpoint.places import Place, publishing, writing
+from shardwise.checkpoint.places import Place, explaining, publishing, writing
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.shards import Part, write_shard
 from shardwise.checkpoint.torch_formats import ForeignTensor, is_dcp, read_dcp, write_dcp, write_torch_file
@@ -46,6 +46,8 @@ def export_checkpoint(source: Place, target: Path, form: str, on_bytes: OnBytes,
         CheckpointError: The checkpoint is damaged, or the target cannot be written.
     """
     place = candidates(source)[0]
+    if sides is not None:
+        LocalPlace(sides).names()  # Whether it can be looked into at all, before anything is written.
     if not LocalPlace(target).is_free():
         raise UsageError(f"{target} is there already. Export to another path.")
     with Reader(place, read_manifest(place)) as reader:
@@ -67,10 +69,11 @@ def export_bytes(source: Place) -> int:
 
 
 def _copy_sides(source: Path, target: Path) -> None:
-    for pattern in _SIDE_FILES:
-        for path in source.glob(pattern):
-            if path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
-                shutil.copy(path, target / path.name)
+    with explaining(source, "copied from"):
+        for pattern in _SIDE_FILES:
+            for path in source.glob(pattern):
+                if path.is_file() and not path.name.endswith(".index.json") and not (target / path.name).exists():
+                    shutil.copy(path, target / path.name)
 
 
 def import_checkpoint(source: Path, target: Place, on_bytes: OnBytes, versions: Mapping[str, str]) -> int:
@@ -92,7 +95,8 @@ def import_checkpoint(source: Path, target: Place, on_bytes: OnBytes, versions: 
             return _write(_from_reader(reader), target, on_bytes, versions)
     if is_dcp(place):
         return _write(_model_of(list(read_dcp(source))), target, on_bytes, versions)
-    zero = find_deepspeed(source)
+    with explaining(source, "looked into"):
+        zero = find_deepspeed(source)
     if zero is not None:
         return _write_zero(read_deepspeed(zero), target, on_bytes, versions)
     raise UsageError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.checkpoint.local_place import LocalPlace
 from shardwise.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Summary, parse_manifest, read_summary
 from shardwise.checkpoint.places import Place
-from shardwise.core.errors import CheckpointError, UsageError
+from shardwise.core.errors import CheckpointError, PathError, UsageError
 
 _HEAD_BYTES = 4096
 
@@ -45,7 +45,7 @@ class Found:
 
 
 _UNREADABLE = Summary("", 2**62, 0, 0.0)
-"""Of a manifest that cannot be read: it may be the newest."""
+"""Of a manifest that cannot be read, or a folder that may not be looked into: it may be the newest."""
 
 
 def find_checkpoints(folder: Place, *, with_damaged: bool = False) -> list[Found]:
@@ -57,9 +57,11 @@ def find_checkpoints(folder: Place, *, with_damaged: bool = False) -> list[Found
 def _found_in(folder: Place) -> Iterator[Found]:
     for name in folder.names():
         place = folder.child(name)
-        if name.startswith(".") or place.is_link or not is_checkpoint(place):
+        if name.startswith(".") or place.is_link:
             continue
         try:
+            if not is_checkpoint(place):
+                continue
             summary = read_head(place)
         except CheckpointError:
             summary = _UNREADABLE
@@ -126,11 +128,16 @@ def candidates(path: Place, *, with_older: bool = False) -> list[Place]:
         return [path, *(older[at + 1 :] if at is not None else older)]
     found = [each.place for each in find_checkpoints(path, with_damaged=True)]
     if not found:
-        what = "holds no complete checkpoint" if path.exists() else "is not there"
-        raise CheckpointError(
-            f"{path.path} {what}. Give a folder that shardwise.save has written, or one that holds such folders."
-        )
+        raise nothing_in(path)
     return found
+
+
+def nothing_in(path: Place) -> CheckpointError:
+    """Says of a path that there is no checkpoint, and why."""
+    hint = "Give a folder that shardwise.save has written, or one that holds such folders."
+    if path.is_file():
+        return PathError(f"{path.path} is no folder, or a part of the path is a file. {hint}")
+    return CheckpointError(f"{path.path} {'holds no complete checkpoint' if path.exists() else 'is not there'}. {hint}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from shardwise.checkpoint.match import Match, Matcher, state_slot
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.restore import apply_values, drop_grads, fill
-from shardwise.core.errors import CheckpointError, UsageError
+from shardwise.core.errors import CheckpointError, PathError, UsageError
 from shardwise.runtime.engine import Engine
 from shardwise.telemetry.meter import Place as LoopPlace
 from shardwise.wire.comm import broadcast_bytes, gather_bytes
@@ -74,6 +74,13 @@ class _Unfit(CheckpointError):
     """The checkpoint is whole, but not of this model: an older one would not be either."""
 
 
+_KINDS: dict[str, type[CheckpointError]] = {"unfit": _Unfit, "path": PathError, "checkpoint": CheckpointError}
+
+
+def _kind_of(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "checkpoint")
+
+
 def load_state(engine: Engine, request: Request) -> Loaded:
     """Load a training state. A collective.
 
@@ -114,11 +121,11 @@ def _agree_on_paths(engine: Engine, request: Request) -> list[str]:
             places = [request.place] if is_foreign else candidates(request.place, with_older=request.fallback)
             found = {"paths": [place.path for place in places]}
         except Exception as error:  # Whatever it is, the other ranks wait to hear of it.
-            found = {"error": [str(error) or type(error).__name__]}
+            found = {"error": [str(error) or type(error).__name__, _kind_of(error)]}
         answer = json.dumps(found).encode()
     found = json.loads(broadcast_bytes(comm, answer, 0, label="where the checkpoint is"))
     if "error" in found:
-        raise CheckpointError(found["error"][0])
+        raise _KINDS[found["error"][1]](found["error"][0])
     paths: list[str] = found["paths"]
     return paths if request.fallback else paths[:1]
 
@@ -166,23 +173,23 @@ def _read_manifest(engine: Engine, place: Place) -> tuple[Place, Manifest]:
             is_own = is_checkpoint(place)
             answer = b"=" + read_manifest_text(place) if is_own else b"~" + read_hugging_face(place).to_text()
         except Exception as error:  # Whatever it is, the other ranks wait to hear of it.
-            answer = b"!" + (str(error) or type(error).__name__).encode()
+            answer = b"!" + json.dumps([str(error) or type(error).__name__, _kind_of(error)]).encode()
     answer = broadcast_bytes(comm, answer, 0, label="the manifest of the checkpoint")
     if answer.startswith(b"!"):
-        raise CheckpointError(answer[1:].decode())
+        text, kind = json.loads(answer[1:])
+        raise _KINDS[kind](text)
     manifest = parse_manifest(answer[1:], f"{place.path}/{MANIFEST_NAME}")
     return (place if answer.startswith(b"=") else place.following_links()), manifest
 
 
 def _agree(engine: Engine, error: CheckpointError | None) -> None:
     """Go on together, or raise together what the first rank that cannot go on says."""
-    mine: dict[str, Any] = {} if error is None else {"error": str(error), "is_unfit": isinstance(error, _Unfit)}
+    mine = {} if error is None else {"error": str(error), "kind": _kind_of(error)}
     texts = gather_bytes(engine.lanes.gather, json.dumps(mine).encode(), label="whether the checkpoint can be read")
     for rank, facts in enumerate(map(json.loads, texts)):
         if "error" in facts:
-            kind = _Unfit if facts["is_unfit"] else CheckpointError
             told = "" if rank == engine.lanes.rank else f"Rank {rank}: "
-            raise kind(f"{told}{facts['error']}") from (None if error is None else error.__cause__)
+            raise _KINDS[facts["kind"]](f"{told}{facts['error']}") from (None if error is None else error.__cause__)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -38,23 +39,29 @@ class LocalPlace:
 
     def names(self) -> list[str]:
         """What the folder holds, in order."""
-        try:
-            return sorted(os.listdir(self._path))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with explaining(self.path, "looked into"):
+            try:
+                return sorted(os.listdir(self._path))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def exists(self) -> bool:
         """Whether anything stands there."""
         return os.path.lexists(self._path)
 
+    def is_file(self) -> bool:
+        """Whether a file stands there, or in the way to it."""
+        return any(os.path.isfile(path) for path in (self._path, *self._path.parents))
+
     @property
     def is_link(self) -> bool:
         """Whether it stands for another folder."""
-        return self._path.is_symlink()
+        return os.path.islink(self._path)
 
     def is_free(self) -> bool:
         """Whether nothing is there, or an empty folder."""
-        is_folder = self._path.is_dir() and not self._path.is_symlink()
+        with explaining(self.path, "reached"):
+            is_folder = self._path.is_dir() and not self._path.is_symlink()
         return not self.exists() or (is_folder and not self.names())
 
     def open(self, name: str) -> LocalSource:
@@ -71,7 +78,9 @@ class LocalPlace:
     def begin(self, id: str) -> None:
         """Make the folder aside. Its lock tells others that someone is at work there, and goes when the process does."""
         aside = self._aside(id)
-        with explaining(aside, "made"):
+        with explaining(self.path, "made"):
+            if os.path.isfile(self._path.parent):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with alone_in(self._path.parent):
                 aside.mkdir()
@@ -119,7 +128,7 @@ class LocalPlace:
 
     def clean(self) -> list[str]:
         """Remove folders aside at which nobody works any more."""
-        if not self._path.parent.is_dir():
+        if not os.path.isdir(self._path.parent):
             return []
         with explaining(self._path.parent, "cleaned"), alone_in(self._path.parent):
             return self._clean()

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from shardwise.core.errors import CheckpointError
+from shardwise.core.errors import CheckpointError, PathError
+
+_OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""What another path, or other permissions, would mend."""
 
 
 class Writer(Protocol):
@@ -64,11 +67,19 @@ class Place(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """What the folder holds; nothing, if it is not there."""
+        """What the folder holds; nothing, if it is not there.
+
+        Raises:
+            PathError: It may not be looked into.
+        """
         ...
 
     def exists(self) -> bool:
         """Whether anything stands there."""
+        ...
+
+    def is_file(self) -> bool:
+        """Whether a file stands there, or in the way to it."""
         ...
 
     def open(self, name: str) -> Source:
@@ -149,5 +160,8 @@ def explaining(path: object, doing: str) -> Iterator[None]:
             errno.EDQUOT: " The quota is used up: make room, or save elsewhere.",
             errno.ENOENT: " It must be in a folder that all ranks can reach.",
             errno.ELOOP: " It is a link, which is not followed.",
+            errno.EACCES: " Give a path that this user may use.",
+            errno.ENOTDIR: " A part of the path is a file.",
         }.get(error.errno or 0, "")
-        raise CheckpointError(f"{path} cannot be {doing}: {error.strerror or error}.{hint}") from error
+        kind = PathError if error.errno in _OF_PATHS else CheckpointError
+        raise kind(f"{path} cannot be {doing}: {error.strerror or error}.{hint}") from error

@@ -38,14 +38,20 @@ class RemotePlace:
     def names(self) -> list[str]:
         """What the folder holds, in order."""
         self._files.invalidate_cache()
-        try:
-            return sorted(posixpath.basename(str(path).rstrip("/")) for path in self._files.ls(self._root, detail=False))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with explaining(self.path, "looked into"):
+            try:
+                return sorted(posixpath.basename(str(path).rstrip("/")) for path in self._files.ls(self._root, detail=False))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def exists(self) -> bool:
         """Whether it holds anything."""
         return bool(self.names())
+
+    def is_file(self) -> bool:
+        """Whether a file stands there."""
+        with explaining(self.path, "reached"):
+            return bool(self._files.isfile(self._root))
 
     @property
     def is_link(self) -> bool:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.folders import find_checkpoints, is_checkpoint
 from shardwise.checkpoint.job import Job, Saving, Wish
 from shardwise.checkpoint.manifest import Summary
 from shardwise.checkpoint.shards import Part
-from shardwise.core.errors import CheckpointError, ShardwiseError, UsageError, UsageTypeError
+from shardwise.core.errors import CheckpointError, PathError, ShardwiseError, UsageError, UsageTypeError
 from shardwise.core.ledger import Kind, Tier
 from shardwise.runtime.engine import Engine
 from shardwise.telemetry.meter import Place as LoopPlace
@@ -122,7 +122,12 @@ def _prepare(
     return job
 
 
-_KINDS: dict[str, type[ShardwiseError]] = {"usage": UsageError, "type": UsageTypeError, "checkpoint": CheckpointError}
+_KINDS: dict[str, type[ShardwiseError]] = {
+    "path": PathError,
+    "usage": UsageError,
+    "type": UsageTypeError,
+    "checkpoint": CheckpointError,
+}
 
 
 def _kind_of(error: ShardwiseError) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
@@ -51,7 +53,8 @@ def write_torch_file(reader: Reader, path: Path, on_bytes: Callable[[int], None]
     aside = path.with_name(f".{path.name}.partial")
     with explaining(path, "written"):
         try:
-            torch.save(state, aside)
+            with aside.open("wb") as file:  # Opened here: where torch cannot open it, it does not say so as others do.
+                torch.save(state, file)
             aside.rename(path)
         finally:
             aside.unlink(missing_ok=True)
@@ -83,7 +86,7 @@ def write_dcp(reader: Reader, path: Path, on_bytes: Callable[[int], None]) -> No
     ``get_optimizer_state_dict`` gives it.
 
     Raises:
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The checkpoint is damaged, or the folder cannot be written.
     """
     keys: dict[str, str] = {}
     model = {}
@@ -97,7 +100,15 @@ def write_dcp(reader: Reader, path: Path, on_bytes: Callable[[int], None]) -> No
         planner = _LazyPlanner(reader, keys, on_bytes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # That there is one process: there is.
-            save_dcp(state, storage_writer=FileSystemWriter(path, thread_count=1), planner=planner, no_dist=True)
+            path.mkdir(parents=True, exist_ok=True)
+            try:
+                save_dcp(state, storage_writer=FileSystemWriter(path, thread_count=1), planner=planner, no_dist=True)
+            except CheckpointException as error:  # torch's wrapping of what went wrong in which rank; no Exception.
+                shutil.rmtree(path, ignore_errors=True)
+                cause = next((cause for cause, _ in error.failures.values()), error)
+                if isinstance(cause, OSError | CheckpointError):
+                    raise cause from error
+                raise CheckpointError(f"{path} cannot be written: {cause}.") from error
 
 
 def _form(reader: Reader, key: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -187,12 +188,12 @@ def _tensor_table(manifest: Manifest) -> Any:
 
 def verify_all(args: argparse.Namespace) -> int:
     """Test one checkpoint, or all in a folder. The exit code is 1 if any is not whole."""
-    from shardwise.checkpoint.folders import find_checkpoints, is_checkpoint, place_of
+    from shardwise.checkpoint.folders import find_checkpoints, is_checkpoint, nothing_in, place_of
 
     place = place_of(args.path)
     places = [place] if is_checkpoint(place) else [found.place for found in find_checkpoints(place, with_damaged=True)]
     if not places:
-        raise CheckpointError(f"{args.path} holds no complete checkpoint. Give a folder that shardwise.save has written.")
+        raise nothing_in(place)
     results = {each.path: _verify(each, is_quiet=args.json) for each in places}
     if args.json:
         print(json.dumps({path: {"is_whole": error is None, "error": error} for path, error in results.items()}))
@@ -245,7 +246,7 @@ def export_one(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.convert import export_bytes, export_checkpoint
     from shardwise.checkpoint.folders import place_of
 
-    if args.sides is not None and (args.to != "hf" or not Path(args.sides).is_dir()):
+    if args.sides is not None and (args.to != "hf" or not os.path.isdir(args.sides)):
         raise UsageError(f"--with takes a folder with configuration and tokenizer, for --to hf, but got {args.sides}.")
     place, target = place_of(args.path), Path(args.target)
     sides = None if args.sides is None else Path(args.sides)
@@ -260,11 +261,15 @@ def import_one(args: argparse.Namespace) -> int:
     import shardwise
     from shardwise.checkpoint.convert import import_checkpoint
     from shardwise.checkpoint.folders import place_of
+    from shardwise.checkpoint.places import explaining
 
     source = Path(args.source).expanduser()
-    if not source.is_dir():
-        raise UsageError(f"There is no folder {source}. Give one of Hugging Face, torch.distributed.checkpoint or DeepSpeed.")
-    num_bytes = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
+    with explaining(source, "looked into"):
+        if not source.is_dir():
+            raise UsageError(
+                f"There is no folder {source}. Give one of Hugging Face, torch.distributed.checkpoint or DeepSpeed."
+            )
+        num_bytes = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
     with _progress(args.target, num_bytes, is_quiet=False) as on_bytes:
         count = import_checkpoint(source, place_of(args.target), on_bytes, {"shardwise": shardwise.__version__})
     print(f"{count} tensors of {source} are now in {args.target}.")
@@ -276,14 +281,17 @@ def import_one(args: argparse.Namespace) -> int:
 
 def prune_folder(args: argparse.Namespace) -> int:
     """Remove what is not to be kept."""
-    from shardwise.checkpoint.folders import Keep, find_checkpoints, place_of
+    from shardwise.checkpoint.folders import Keep, candidates, find_checkpoints, is_checkpoint, nothing_in, place_of, read_head
 
     if args.keep_last is None and args.keep_every is None:
         raise UsageError("Say what stays: --keep-last N, --keep-every N, or both. The newest checkpoint stays in any case.")
     place = place_of(args.path)
+    if is_checkpoint(place):
+        raise UsageError(f"{args.path} is itself a checkpoint. Give the folder that holds it.")
     found = find_checkpoints(place)
     if not found:
-        raise CheckpointError(f"{args.path} holds no complete checkpoint, so nothing was removed.")
+        read_head(candidates(place)[0])  # Says why what is there cannot be read.
+        raise nothing_in(place)
     surplus = Keep(args.keep_last, args.keep_every).surplus(found)
     damage = _verify(found[0].place, is_quiet=True) if surplus else None
     if damage is not None:

@@ -150,7 +150,11 @@ def _resumed_run(args: argparse.Namespace) -> Path | None:
     if path is None:
         raise UsageError(f"No run in {RUNS_FOLDER}/ has a checkpoint to go on from. Give a run folder: --resume RUN.")
     folder = RunFolder(path)
-    if not folder.config.is_file():
+    try:
+        is_run = folder.config.is_file()
+    except OSError as error:
+        raise UsageError(f"The run folder {path} cannot be looked into: {error.strerror}. Give another.") from error
+    if not is_run:
         raise UsageError(
             f"{path} is no run folder: it holds no {folder.config.name}. Give one that shardwise train has written."
         )

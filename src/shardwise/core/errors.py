@@ -39,5 +39,9 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint is incomplete, damaged or of another model."""
 
 
+class PathError(CheckpointError, UsageError):
+    """A path cannot be followed: a folder may not be looked into or written to, or a file is in its way."""
+
+
 class OffloadError(ShardwiseError, OSError):
     """State could not be brought to the disk tier, or back from it."""

@@ -179,8 +179,16 @@ def reopen_folder(path: Path, config: str) -> RunFolder:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """The run below a folder that has a checkpoint and was written to last, if any has."""
-    found = [folder for folder in parent.glob("*") if (folder / CONFIG_NAME).is_file()]
+    """The run below a folder that has a checkpoint and was written to last, if any has. What may not be looked into is passed over.
+
+    Raises:
+        UsageError: The folder itself may not be looked into.
+    """
+    try:
+        names = sorted(os.listdir(parent)) if os.path.lexists(parent) else []
+    except OSError as error:
+        raise UsageError(f"The folder {parent} cannot be looked into: {error.strerror}. Give a run folder.") from error
+    found = [parent / name for name in names if os.path.isfile(parent / name / CONFIG_NAME)]
     saved = [folder for folder in found if any(folder.glob("checkpoints/[!.]*/manifest.json"))]
     return max(saved, key=lambda folder: (folder / "checkpoints").stat().st_mtime, default=None)
 

@@ -222,7 +222,7 @@ def test_commands_convert_and_say_so(tmp_path: Path) -> None:
         answer = run(*arguments)
         assert answer.returncode == 0 and text in answer.stdout and answer.stderr == "", (arguments, answer)
     for arguments, text, code in [
-        (["verify", "nowhere"], "no complete checkpoint", 1),
+        (["verify", "nowhere"], "is not there", 1),
         (["export", "run", "hf"], "there already", 2),
         (["import", "nowhere", "x"], "There is no folder", 2),
         (["prune", "run"], "Say what stays", 2),
