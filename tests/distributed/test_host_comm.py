@@ -1,14 +1,17 @@
 """Ranks that read each other's memory: what was brought stays until it was read, and whoever is gone is named."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -167,6 +170,36 @@ def read_late() -> list[int]:
 def test_a_rank_whose_job_is_done_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     assert call_on_ranks(Job(f"{__name__}:read_late", {}), 2) == [1, 2]
+
+
+def read_when_the_other_leaves(rank: int, store: str, answers: Any) -> None:
+    """Rank 0 reads what rank 1 brought when that one says that it goes, or has gone without a word."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    comm = torch_lanes(None, CPU, None).gather
+    assert isinstance(comm, HostComm)
+    handle = comm.gather_small(torch.tensor([rank + 1]), label="ranks")
+    with suppress(OSError):
+        while rank == 0 and not comm._peers[1].presence().is_leaving:
+            time.sleep(0.001)
+    handle.wait()
+    answers.put([] if handle.result is None else handle.result.flatten().tolist())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_a_rank_of_multiprocessing_waits_for_the_others(tmp_path: Path, way: str) -> None:
+    """However Python starts it: not all ways end with what was left for the end."""
+    context = multiprocessing.get_context(way)
+    answers = context.SimpleQueue()
+    ranks = [
+        context.Process(target=read_when_the_other_leaves, args=(rank, str(tmp_path / "store"), answers)) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [answers.get(), answers.get()] == [[1, 2], [1, 2]]
 
 
 def _train_once_and_count_groups() -> int:

@@ -7,7 +7,6 @@ memory. What lies at an address must stay there until all have read it: ``Handle
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
+from multiprocessing.util import Finalize
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -305,14 +305,17 @@ class HostComm:
 _ALL: WeakSet[HostComm] = WeakSet()
 _HOLDING: set[HostComm] = set()
 """Those that hold something which peers have not read, also if nobody else needs them any more."""
+_POLITE: set[int] = set()
+"""Processes that say farewell when they end."""
 
 
-@atexit.register
 def farewell() -> None:
     """Peers may still read what this process brought: it must not end before, unless they end as well."""
     for comm in list(_ALL):
         comm.leave()
-    if hasattr(sys, "last_type"):
+    error = sys.exc_info()[1]
+    is_failing = error is not None and not (isinstance(error, SystemExit) and not error.code)
+    if is_failing or hasattr(sys, "last_type"):
         return  # Ended by an error: peers will hear of it.
     end = time.monotonic() + _FAREWELL_SECONDS
     for comm in list(_HOLDING):
@@ -320,9 +323,17 @@ def farewell() -> None:
             time.sleep(0.0005)
 
 
+def _say_farewell_at_the_end() -> None:
+    """Not by atexit, which processes of multiprocessing pass over, and children that were forked from a rank do not."""
+    if os.getpid() not in _POLITE:
+        _POLITE.add(os.getpid())
+        Finalize(None, farewell, exitpriority=0)
+
+
 def host_comms(lanes: Sequence[TorchComm], deadline: timedelta) -> list[HostComm] | None:
     """The same lanes through each other's memory, or None where ranks cannot read each other. Called by all ranks."""
     _let_go()
+    _say_farewell_at_the_end()
     first = lanes[0]
     boards = [Board() for _ in lanes]
     cross_memory.allow_reading()
