@@ -37,7 +37,6 @@ def save_without_end(rank: int, num_ranks: int, store: str, folder: str, stage: 
     training = Training(stage, num_steps=NUM_STEPS)
     if any(not name.startswith(".") for name in os.listdir(folder)):
         training.load(folder)
-    Path(f"{store}.ready-{rank}").touch()
     while True:
         training.steps(1)
         step = training.sharded.num_updates
