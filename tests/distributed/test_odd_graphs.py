@@ -167,6 +167,32 @@ class CheckpointWholeReentrant(CheckpointWhole):
         return checkpoint(model, data.requires_grad_(), use_reentrant=True).square().mean()
 
 
+class Placed(nn.Module):
+    """Places that are drawn up once and read by every checkpointed block: their gradient comes block by block, the others' once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.gain = nn.Parameter(torch.randn(16)), nn.Parameter(torch.ones(16))
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.places.view(1, 16)
+        for block in self.blocks:
+            # Not an argument: the backward inside the backward goes on through them.
+            x = checkpoint(lambda x, block=block: block(x + places), x, use_reentrant=True)
+        return x * self.gain
+
+
+class CheckpointSharedReentrant(Case):
+    reference = "plain"
+
+    def model(self) -> nn.Module:
+        return Placed()
+
+    def loss(self, model: nn.Module, data: torch.Tensor) -> torch.Tensor:
+        return super().loss(model, data.requires_grad_())
+
+
 class KeepsWeight(torch.autograd.Function):
     """Keeps its weights in every way there is: saved, as an attribute, and as a view."""
 
@@ -224,7 +250,8 @@ class SavedOnCpu(Case):
 
 CASES = [
     GradientPenalty, ParameterPenalty, FunctionalGradients, BackwardInto, OtherWeights, Transforms, CheckpointReentrant,
-    CheckpointNonReentrant, CheckpointWhole, CheckpointWholeReentrant, CustomFunction, CustomFunctionWithView, SavedOnCpu,
+    CheckpointNonReentrant, CheckpointWhole, CheckpointWholeReentrant, CheckpointSharedReentrant,
+    CustomFunction, CustomFunctionWithView, SavedOnCpu,
 ]  # fmt: skip
 
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Pass:
-    """One backward pass of autograd. ``opened``: units that the schedule opens; ``needed``: those whose values were read."""
+    """One backward pass of autograd. ``opened``: units that the schedule opens; ``needed``: those whose values were read.
+
+    ``num_grads`` counts the gradients that have come, by unit; ``goals`` how many there were in the last pass that used them all.
+    """
 
     script: Script
     is_synced: bool
@@ -36,8 +39,8 @@ class _Pass:
     needed: set[str] = field(default_factory=set)
     missing: dict[str, set[int]] = field(default_factory=dict)
     num_rounds: Counter[str] = field(default_factory=Counter)
+    num_grads: Counter[str] = field(default_factory=Counter)
     moments: list[Moment] = field(default_factory=list)
-    num_grads: int = 0
 
 
 class Backward:
@@ -52,7 +55,7 @@ class Backward:
         self._is_sharded = engine.plan.fetches_params
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
-        self._num_rounds: dict[str, Counter[str]] = {}
+        self._num_grads: dict[str, Counter[str]] = {}
         self.moments: tuple[Moment, ...] = ()
         self.strays: tuple[str, ...] = ()
 
@@ -77,7 +80,7 @@ class Backward:
             opening = schedule.phase(Point.PRE_BACKWARD) if self._is_sharded else ()
             self._executor.keep(frozenset())
             self._engine.reducer.forget_cleared()
-            goals = self._num_rounds.get(entry, Counter())
+            goals = self._num_grads.get(entry, Counter())
             opened = frozenset(each.moment.unit for each in opening)
             self._pass = _Pass(Script(opening), self._engine.is_synced, torch_private.graph_task(), goals, opened)
             if self._pass.is_synced:
@@ -168,28 +171,36 @@ class Backward:
                 flats = self._executor.units[unit].flats
                 missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
                 running.missing[unit] = missing
-        running.num_grads += 1
+        running.num_grads[unit] += 1
         self._engine.reducer.accumulate(state, grad, self._engine.weight)
         missing.discard(id(state))
         if not missing:
             self._finish_round(unit, running)
+        if self._is_complete(unit, running):
+            running.moments.append(Moment(Point.POST_BACKWARD, unit))
+            if running.is_synced:
+                self._engine.reducer.mark_ready(unit)
 
     def _finish_round(self, unit: str, running: _Pass) -> None:
-        """All gradients of a unit are in. Where reentrant checkpoints bring them several times, the last round completes it.
-
-        How many rounds there are is known from the last pass; in the first one such units are reduced at the end.
-        """
+        """Every parameter of a unit has brought a gradient; reentrant checkpoints may bring more of them."""
         while self._leases[unit]:
             self._leases[unit] -= 1
             self._executor.release(unit)
         running.num_rounds[unit] += 1
         self._engine.meter.tracer.lap("backward", unit)
+
+    def _is_complete(self, unit: str, running: _Pass) -> bool:
+        """Whether the gradient that has just come is the last of its unit.
+
+        Reentrant checkpoints bring gradients several times, and not of all parameters as often: how many there are is known from
+        the last pass. In the first one such units are reduced at the end.
+        """
+        if running.num_rounds[unit] == 0:
+            return False
+        if running.goals[unit]:
+            return running.num_grads[unit] == running.goals[unit]
         is_nested = torch_private.graph_task() != running.task
-        if running.num_rounds[unit] != (running.goals[unit] or (0 if is_nested else 1)):
-            return
-        running.moments.append(Moment(Point.POST_BACKWARD, unit))
-        if running.is_synced:
-            self._engine.reducer.mark_ready(unit)
+        return running.num_rounds[unit] == 1 and not running.missing[unit] and not is_nested
 
     def _end(self) -> None:
         """The pass has ended: catch up on gathers, give leases back, and bring the gradients together."""
@@ -202,9 +213,11 @@ class Backward:
         self._executor.visit(running.script.finish(), None)
         self.strays = tuple(running.script.strays)
         self.release_all()
-        if running.num_grads == 0:
+        if not running.num_grads:
             return
-        self._num_rounds[self._engine.forward.last_entry] = running.num_rounds
+        # Where not all parameters were used there is nothing to go by: the next pass may use more.
+        counts = Counter({unit: num for unit, num in running.num_grads.items() if running.num_rounds[unit]})
+        self._num_grads[self._engine.forward.last_entry] = counts
         self.moments = self._moments_of(running)
         if running.is_synced:
             self._engine.reducer.finish_order()
