@@ -18,6 +18,8 @@ from shardwise.testing.worker import END, IDLE, READY, STACK_SIGNAL, Answer, Cal
 START_SECONDS = 120.0
 STACK_SECONDS = 1.0
 WATCH_SECONDS = 1.0
+LEAVE_SECONDS = 60.0
+"""How long ranks of which none has failed may take to leave their process group: on a busy machine that is long, and no fault."""
 
 
 class WorkerHandle:
@@ -190,7 +192,8 @@ class Flight:
         self._leaving |= self._answered
 
     def _await_idle(self) -> None:
-        deadline = time.monotonic() + self._grace_seconds
+        patience_seconds = self._grace_seconds if self.errors else max(self._grace_seconds, LEAVE_SECONDS)
+        deadline = time.monotonic() + patience_seconds
         for rank in sorted(self._leaving):
             try:
                 is_idle = self._workers[rank].receive(deadline - time.monotonic()) == IDLE
@@ -198,7 +201,7 @@ class Flight:
                 self._note_death(rank)
                 continue
             if not is_idle:
-                self._kill_stuck([rank], f"returned, but did not leave the process group within {self._grace_seconds:g} s")
+                self._kill_stuck([rank], f"returned, but did not leave the process group within {patience_seconds:g} s")
 
 
 def _describe_exit(exit_code: int | None) -> str:

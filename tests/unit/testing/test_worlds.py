@@ -54,6 +54,22 @@ def doubled(model: torch.nn.Module, tensor: torch.Tensor) -> dict[str, object]:
     }
 
 
+class LeavesSlowly:
+    """Holds its process up when it is collected, as the threads of many process groups do on a busy machine."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.itself = self
+
+    def __del__(self) -> None:
+        time.sleep(self.seconds)
+
+
+def leave_slowly(seconds: float) -> int:
+    LeavesSlowly(seconds)
+    return os.getpid()
+
+
 def process_id() -> int:
     return os.getpid()
 
@@ -214,6 +230,10 @@ def test_peers_of_failed_rank_are_released_at_once(world: World) -> None:
         world.run(fail_on, 1, ranks=4)
     assert time.monotonic() - start < world.grace_seconds
     assert len(world.run(summed, 1.0, ranks=4)) == 4
+
+
+def test_a_rank_that_leaves_slowly_is_not_stuck(hasty: World) -> None:
+    assert hasty.run(leave_slowly, 2 * hasty.grace_seconds) == hasty.run(process_id)
 
 
 def test_hanging_peer_of_failed_rank_is_killed_after_grace(hasty: World) -> None:
