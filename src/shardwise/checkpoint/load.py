@@ -19,7 +19,7 @@ from shardwise.checkpoint.manifest import MANIFEST_NAME, Entry, Manifest, parse_
 from shardwise.checkpoint.match import Match, Matcher, state_slot
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.reader import Reader
-from shardwise.checkpoint.restore import apply_values, drop_grads, fill
+from shardwise.checkpoint.restore import apply_values, check_values, drop_grads, fill
 from shardwise.core.errors import CheckpointError, PathError, UsageError
 from shardwise.runtime.engine import Engine
 from shardwise.telemetry.meter import Place as LoopPlace
@@ -138,7 +138,7 @@ def _load_from(engine: Engine, request: Request, path: str, *, is_fallback: bool
         try:
             match = _match(engine, request, manifest, path)
             reader.check(_ranges(match, reader))
-            values = {name: tree.decode(value, reader.tensor) for name, value in match.values.items()}
+            values = _decode(match, reader, engine)
         except CheckpointError as found:
             error = found
         except Exception as found:
@@ -163,6 +163,15 @@ def _load_from(engine: Engine, request: Request, path: str, *, is_fallback: bool
         path, manifest.summary.step, manifest.num_ranks, manifest.plan, extra,
         tuple(problems.missing), tuple(problems.unexpected), tuple(problems.misshapen), is_fallback, reader.num_bytes_read,
     )  # fmt: skip
+
+
+def _decode(match: Match, reader: Reader, engine: Engine) -> dict[str, Any]:
+    try:
+        values = {name: tree.decode(value, reader.tensor) for name, value in match.values.items()}
+        check_values(values, engine)
+    except CheckpointError as error:
+        raise CheckpointError(f"{reader.place.path}/{MANIFEST_NAME} cannot be used: {error}") from error
+    return values
 
 
 def _read_manifest(engine: Engine, place: Place) -> tuple[Place, Manifest]:

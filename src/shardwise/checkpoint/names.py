@@ -29,6 +29,11 @@ def groups(index: int) -> str:
     return optimizer(index, "groups")
 
 
+def is_groups(name: str) -> bool:
+    """Whether a name is that of some optimizer's groups."""
+    return name.startswith("optimizer.") and name.endswith("/groups") and name.count("/") == 1
+
+
 def kinds(index: int) -> str:
     """Which optimizer it was: its kind, or those that it may have been."""
     return optimizer(index, "kinds")

@@ -24,6 +24,36 @@ from shardwise.runtime.grads import GradFace
 from shardwise.runtime.optimizer import state_bytes
 
 
+def check_values(values: Mapping[str, Any], engine: Engine) -> None:
+    """Find out what would fail when it is put in place, before anything is.
+
+    Raises:
+        CheckpointError: Something is not what a save would have written.
+    """
+    try:
+        _check_random(values.get(names.RANDOM), engine)
+        _counts(values.get(names.ENGINE))
+        for name, value in values.items():
+            if name.startswith(names.GRADIENT) and not isinstance(value["factor"], torch.Tensor | None):
+                raise TypeError(f"the factor of '{name}' is no tensor")
+            for group in value if names.is_groups(name) else ():
+                if "params" in group["options"] or not isinstance(group["options"], dict):
+                    raise TypeError("the options of an optimizer's group are none")
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"A value of the checkpoint cannot be used: {type(error).__name__}: {error}.") from error
+
+
+def _check_random(values: Any, engine: Engine) -> None:
+    """On generators that nobody draws from."""
+    if not isinstance(values, dict):
+        return
+    torch.Generator().set_state(values["torch"])
+    random.Random().setstate(values["python"])
+    np.random.RandomState().set_state(values["numpy"])
+    if "device" in values and engine.device.type != "cpu" and not isinstance(values["device"], torch.Tensor):
+        raise TypeError("the state of the device's random generator is no tensor")
+
+
 def fill(engine: Engine, optimizers: Sequence[Optimizer], match: Match, values: Mapping[str, Any], reader: Reader) -> None:
     """All that is read from files."""
     for slot in match.slots:
@@ -152,12 +182,18 @@ def _apply_extra(extra: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 def _apply_counts(engine: Engine, values: Any, *, is_same_world: bool) -> None:
     if not isinstance(values, dict):
         return
-    engine.num_updates = int(values.get("num_updates", 0))
-    engine.meter.num_steps = int(values.get("num_steps", 0))
-    engine.num_nonfinite_steps = int(values.get("num_nonfinite_steps", 0))
-    engine.num_skipped_in_a_row = int(values.get("num_skipped_in_a_row", 0))
+    counts = _counts(values)
+    engine.num_updates, engine.meter.num_steps = counts["num_updates"], counts["num_steps"]
+    engine.num_nonfinite_steps, engine.num_skipped_in_a_row = counts["num_nonfinite_steps"], counts["num_skipped_in_a_row"]
     if is_same_world:
         engine.weight = float(values.get("weight", 1.0 / engine.lanes.size))
+
+
+def _counts(values: Any) -> dict[str, int]:
+    keys = ("num_updates", "num_steps", "num_nonfinite_steps", "num_skipped_in_a_row")
+    table = values if isinstance(values, dict) else {}
+    float(table.get("weight", 1.0))
+    return {key: int(table.get(key, 0)) for key in keys}
 
 
 def _apply_random(values: Any, engine: Engine, num_ranks: int) -> None:

@@ -121,6 +121,22 @@ def huge_shape(folder: Path) -> None:
     rewrite(folder, lambda values: values["tensors"]["model/0.weight"].update(shape=[2**30, 2**29]))
 
 
+def wrong_value(*path: Any, value: Any) -> Callable[[Path], None]:
+    """A value that no save has written, in a manifest that has a right checksum."""
+
+    def change(values: dict[str, Any]) -> None:
+        at = values["values"]
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+
+    def damage(folder: Path) -> None:
+        rewrite(folder, change)
+
+    damage.__name__ = f"wrong_value_of_{'_'.join(map(str, path))}"
+    return damage
+
+
 DAMAGES: list[tuple[Callable[[Path], None], str, str]] = [
     (flip_in_data, SHARD, "damaged"),
     (flip_last_bit, SHARD, "damaged"),
@@ -135,6 +151,12 @@ DAMAGES: list[tuple[Callable[[Path], None], str, str]] = [
     (flip_in_manifest, "manifest.json", "checksum is wrong"),
     (shard_outside, "manifest.json", "no name of a file"),
     (huge_shape, "manifest.json", "leave elements out"),
+    (wrong_value("random", "python", "is", 1, "is", 3, value=-1), "manifest.json", "cannot be used"),
+    (wrong_value("random", "numpy", "is", 0, value="other"), "manifest.json", "cannot be used"),
+    (wrong_value("random", "torch", value=7), "manifest.json", "cannot be used"),
+    (wrong_value("engine", "num_updates", value={}), "manifest.json", "cannot be used"),
+    (wrong_value("optimizer.0/groups", 0, "options", "params", value=[]), "manifest.json", "cannot be used"),
+    (wrong_value("optimizer.0/groups", 0, "options", value=[]), "manifest.json", "cannot be used"),
 ]
 
 
