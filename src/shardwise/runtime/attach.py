@@ -149,6 +149,7 @@ def _adopt_params(model: nn.Module, flat: FlatState, engine: Engine) -> None:
         is_float = spec.dtype.is_floating_point or spec.dtype.is_complex
         segment = nn.Parameter(flat.resting_segment(piece), requires_grad=is_float)
         state = ParamState(spec, index, flat, engine, compute, list(_places(model, spec.names)), piece, segment)
+        state.version = compute._version
         flat.params.append(state)
         remember(compute, state)
         remember(segment, state)

@@ -19,9 +19,9 @@ from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
 from shardwise.devices import memory, torch_private
 from shardwise.devices.pool import Pool
-from shardwise.runtime.flat import FlatState, lies_at
+from shardwise.runtime.flat import FlatState, ParamState, lies_at
 from shardwise.runtime.parameter import bring_values, point_away, point_to
-from shardwise.runtime.written import has_been_written, keep_written
+from shardwise.runtime.written import keep_written
 from shardwise.telemetry.meter import Meter
 from shardwise.wire.comm import Handle, Lanes, Receipt, Room, put_in_place
 
@@ -185,7 +185,6 @@ class Executor:
             for flat in state.flats:
                 for param in flat.params:
                     param.show_instead(param.resting, param.compute)
-                    param.version, param.is_handed_out = param.compute._version, False
 
     def _bring_back(self, state: UnitState) -> None:
         """A module that casts its weights in its own forward has put a copy under them, which updates would not reach."""
@@ -220,22 +219,27 @@ class Executor:
         if not state.is_shown:
             return
         state.is_shown = False
-        self._keep_written(state)
         with torch_private.without_torch_function():
+            written = [
+                param
+                for flat in state.flats
+                for param in flat.params
+                if param.is_handed_out or param.compute._version != param.version
+            ]
+            if written:
+                self._keep_written(state, written)
             for flat in state.flats:
                 for param in flat.params:
                     param.show_instead(param.compute, param.resting)
                 if flat.is_fetched and flat.full is not None:
                     point_away(flat)
 
-    def _keep_written(self, state: UnitState) -> None:
+    def _keep_written(self, state: UnitState, written: Sequence[ParamState]) -> None:
         """What a forward has written to its own weights belongs to them: each rank keeps its own part."""
-        with torch_private.without_torch_function(), torch.no_grad():
-            found = [param for flat in state.flats if flat.has_face for param in flat.params if has_been_written(param)]
-            if found:
-                self.wait_until_read(state.receipts)  # Peers gather what was there before.
-                for param in found:
-                    keep_written(param)
+        self.wait_until_read(state.receipts)  # Peers gather what was there before.
+        with torch.no_grad():
+            for param in written:
+                keep_written(param)
 
     def _free(self, name: str, state: UnitState) -> None:
         for handle in state.handles:

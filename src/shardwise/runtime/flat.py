@@ -116,9 +116,9 @@ class ParamState:
     face: nn.Parameter | None = None
     opened: nn.Parameter | None = None
     version: int = 0
-    """Autograd's count of writes to the compute parameter when it was last shown."""
+    """Autograd's count of writes to the compute parameter that are known of."""
     is_handed_out: bool = False
-    """Whether a user has taken or set its ``.data`` since then, whose writes autograd does not count."""
+    """Whether a user has taken or set its ``.data``, whose writes autograd does not count."""
 
     @property
     def resting(self) -> nn.Parameter:

@@ -340,12 +340,16 @@ _PLAIN: dict[type, type] = {}
 
 def derive(param: nn.Parameter, mixin: type) -> None:
     """Mix a class into that of a parameter, in the place of one that was mixed in before."""
-    cls = _PLAIN.get(type(param), type(param))
-    derived = _DERIVED.get((mixin, cls))
+    now = type(param)
+    derived = _DERIVED.get((mixin, now))
     if derived is None:
-        derived = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-        _DERIVED[mixin, cls], _PLAIN[derived] = derived, cls
-    if type(param) is not derived:
+        cls = _PLAIN.get(now, now)
+        derived = _DERIVED.get((mixin, cls))
+        if derived is None:
+            derived = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+            _DERIVED[mixin, cls], _PLAIN[derived] = derived, cls
+        _DERIVED[mixin, now] = derived
+    if now is not derived:
         param.__class__ = derived
 
 

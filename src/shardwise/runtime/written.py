@@ -7,22 +7,17 @@ import torch
 from shardwise.runtime.flat import FlatState, ParamState, slice_of
 
 
-def has_been_written(state: ParamState) -> bool:
-    """Whether a parameter may hold other values than when it was shown."""
-    return state.is_handed_out or state.compute._version != state.version
-
-
 def keep_written(state: ParamState) -> None:
     """Bring what was written to this rank's part of the values at rest.
 
     Elements that were not written keep the bits that compute in a narrower dtype does not have.
     """
     flat = state.flat
-    changed_version = state.compute._version
-    if changed_version != state.version:
-        flat.written[state.index] = changed_version
-    state.version, state.is_handed_out = changed_version, False
-    if not state.piece.numel:
+    version = state.compute._version
+    if version != state.version:
+        flat.written[state.index] = version
+    state.version, state.is_handed_out = version, False
+    if flat.is_aliased or not state.piece.numel:
         return
     target = flat.segment_view(state.piece)
     part = slice_of(state.compute.detach(), state, target).to(target.device)
