@@ -277,12 +277,12 @@ class Reducer:
                 squares[id(item.flat)] = item.squares
         for item in completed:
             for state in item.flat.params:
+                held = state.segment.grad
+                if held is not None:  # Of an earlier backward: also one that this backward adds nothing to.
+                    squares.pop(id(item.flat), None)
                 if not is_used(state):
                     continue
-                held = state.segment.grad
                 face = GradFace(state, item.buffer, state.segment)
-                if held is not None:
-                    squares.pop(id(item.flat), None)
                 if isinstance(held, GradFace) and held.reduced is not None and face.reduced is not None:
                     face.reduced.add_(
                         held.reduced if held.factor is None else held.reduced * held.factor.to(held.reduced.device)
