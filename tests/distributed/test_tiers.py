@@ -255,8 +255,13 @@ def _save_and_load(folder: str, first: dict[str, str], second: dict[str, str], s
 
 @pytest.mark.parametrize(
     ("first", "second", "stages"),
-    [(HERE, ALL, (0, 3)), (ALL, HERE, (3, 1)), ({"optim": "host"}, {"param": "host"}, (2, 0))],
-    ids=["out", "in", "across"],
+    [
+        (HERE, ALL, (0, 3)),
+        (ALL, HERE, (3, 1)),
+        ({"optim": "host"}, {"param": "host"}, (2, 0)),
+        (HERE, {"optim": "host"}, (1, 3)),
+    ],
+    ids=["out", "in", "across", "copied"],
 )
 def test_checkpoints_fit_wherever_state_rests(
     sim_world: World, tmp_path: Path, first: dict[str, str], second: dict[str, str], stages: tuple[int, int]

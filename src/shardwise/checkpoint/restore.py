@@ -28,6 +28,8 @@ def fill(engine: Engine, optimizers: Sequence[Optimizer], match: Match, values: 
     """All that is read from files."""
     for slot in match.slots:
         reader.fill(slot)
+    for flat in engine.executor.flats:
+        flat.publish()
     for action in match.after:
         action()
     for name, module in engine.model.named_modules():
