@@ -6,7 +6,7 @@ import torch
 
 from shardwise.core.ledger import Ledger
 from shardwise.devices.pool import Pool
-from shardwise.runtime.flat import GradBuffer
+from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.suspects import Suspects
 
 
@@ -34,5 +34,5 @@ def test_a_part_of_shardwise_is_named_where_nothing_else_is_found() -> None:
     suspects.look()
     kept = [GradBuffer(torch.zeros(1000), 0, pool) for _ in range(8)]
     owner = suspects.owner()
-    assert owner is not None and "attribute 'values' of a GradBuffer" in owner
+    assert owner is not None and "attribute 'held' of a GradBuffer" in owner
     kept.clear()
