@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import tempfile
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from tests.distributed.matrix import FACTORS, Case, Group, Outcome, covering, di
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 9
-TIERS = ("device", "host")
+FOLDER = str(Path(tempfile.gettempdir()) / "shardwise-test-offload")
+"""Where these tests' files of the disk tier are, each for as long as its model."""
+TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +38,8 @@ class Away(Case):
 
     @property
     def plan(self) -> dict[str, Any]:
-        return {"tiers": dict(zip(("optim", "grad", "param"), self.tiers, strict=True)), "fraction": self.fraction}
+        tiers = dict(zip(("optim", "grad", "param"), self.tiers, strict=True))
+        return {"tiers": tiers, "fraction": self.fraction, "folder": FOLDER}
 
     @property
     def case(self) -> Case:
@@ -131,6 +135,7 @@ WIDTH, DEPTH = 128, 6
 FLATS = [flat for unit in find_units(Stack(WIDTH, DEPTH)) for flat in unit.flats]
 HERE: dict[str, str] = {}
 ALL = {"optim": "host", "grad": "host", "param": "host"}
+ON_DISK = {"optim": "disk", "grad": "disk", "param": "disk"}
 
 
 def _peak(system: str, num_steps: int = 3, **plan: Any) -> dict[str, Any]:
@@ -164,10 +169,10 @@ def _peak(system: str, num_steps: int = 3, **plan: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("tiers", [HERE, {"optim": "host"}, ALL], ids=["here", "optim", "all"])
+@pytest.mark.parametrize("tiers", [HERE, {"optim": "host"}, ALL, ON_DISK], ids=["here", "optim", "all", "disk"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_device_holds_what_the_ledger_says(sim_world: World, stage: int, tiers: dict[str, str]) -> None:
-    for found in sim_world.run(_peak, "shardwise", stage=stage, tiers=tiers, ranks=2):
+    for found in sim_world.run(_peak, "shardwise", stage=stage, tiers=tiers, folder=FOLDER, ranks=2):
         assert found["peak"] == pytest.approx(found["ledger"], rel=0.05)
 
 
@@ -217,7 +222,8 @@ def test_a_model_trains_whose_state_is_many_times_what_the_device_holds(sim_worl
     message = sim_world.run(_train_on_little, capacity_bytes, stage=3, ranks=1)[0]
     assert "is out of memory" in message
     assert "It would fit with tiers={'optim': 'host', 'grad': 'host', 'param': 'host'}" in message
-    assert sim_world.run(_train_on_little, capacity_bytes, stage=3, tiers=ALL, ranks=1) == [""]
+    for tiers in (ALL, ON_DISK):
+        assert sim_world.run(_train_on_little, capacity_bytes, stage=3, tiers=tiers, folder=FOLDER, ranks=1) == [""]
 
 
 # ---------------------------------------------------------------- what else touches state
@@ -227,7 +233,7 @@ def _make(stage: int, tiers: dict[str, str], seed: int) -> tuple[nn.Module, torc
     torch.manual_seed(seed)
     model = Stack(24, 3).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shardwise.shard(model, optimizer, stage=stage, tiers=tiers)
+    shardwise.shard(model, optimizer, stage=stage, tiers=tiers, folder=FOLDER)
     return model, optimizer
 
 
@@ -255,8 +261,16 @@ def _save_and_load(folder: str, first: dict[str, str], second: dict[str, str], s
 
 @pytest.mark.parametrize(
     ("first", "second", "stages"),
-    [(HERE, ALL, (0, 3)), (ALL, HERE, (3, 1)), ({"optim": "host"}, {"param": "host"}, (2, 0))],
-    ids=["out", "in", "across"],
+    [
+        (HERE, ALL, (0, 3)),
+        (ALL, HERE, (3, 1)),
+        ({"optim": "host"}, {"param": "host"}, (2, 0)),
+        (HERE, {"optim": "host"}, (1, 3)),
+        (HERE, ON_DISK, (0, 3)),
+        (ON_DISK, {"optim": "disk"}, (3, 3)),
+        ({"optim": "disk"}, ALL, (1, 2)),
+    ],
+    ids=["out", "in", "across", "copied", "to-disk", "disk-to-copied", "from-disk"],
 )
 def test_checkpoints_fit_wherever_state_rests(
     sim_world: World, tmp_path: Path, first: dict[str, str], second: dict[str, str], stages: tuple[int, int]
@@ -284,7 +298,7 @@ def _write(tiers: dict[str, str], stage: int) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_is_written_reaches_all_copies(sim_world: World, stage: int) -> None:
     expected = sim_world.run(_write, HERE, stage, ranks=2)
-    for tiers in ({"optim": "host"}, {"param": "host"}, ALL):
+    for tiers in ({"optim": "host"}, {"param": "host"}, ALL, {"optim": "disk"}, ON_DISK):
         assert sim_world.run(_write, tiers, stage, ranks=2) == expected
 
 

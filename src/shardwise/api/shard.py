@@ -24,6 +24,7 @@ from shardwise.core.tree import host_tree
 from shardwise.core.unit import ROOT, Unit, find_units
 from shardwise.devices import memory
 from shardwise.runtime.attach import attach, check_devices
+from shardwise.runtime.disk_setup import open_disk
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.optimizer import adopt, check_optimizer, needs_whole_parameters, num_states_of
 from shardwise.runtime.rehearsal import rehearse
@@ -151,9 +152,12 @@ def shard(  # noqa: PLR0913
     plan = plan.replace(tree=tree)
     check_tables(model, ignored, lanes)
     compare_ranks(model, found, plan, optimizers, lanes)
+    setup = Setup(plan, lanes, tree, layout)
+    if plan.uses_disk:
+        setup = open_disk(setup, found, device, num_states_of(optimizers))
     rehearsal = None if example is None else rehearse(model, found, example)
     memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
-    engine = attach(model, found, Setup(plan, lanes, tree, layout), device)
+    engine = attach(model, found, setup, device)
     engine.meter.is_on = accounting
     if rehearsal is not None:
         engine.use_trace(ROOT, rehearsal.trace)

@@ -42,11 +42,13 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
     opened = [Opened(flat, engine.executor) for flat in flats.values()]
     engine.opened.extend(opened)
     try:
+        engine.agreement.agree_on_disk()
         yield module
     finally:
         for item in opened:
             engine.opened.remove(item)
         close_all(opened, engine.executor)
+    engine.agreement.agree_on_disk()
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from shardwise.checkpoint.shards import Part, bytes_of
 from shardwise.core.errors import UsageError, UsageTypeError
 from shardwise.core.unit import Segment
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.flat import FlatState, ParamState, state_of
+from shardwise.runtime.flat import HOST, FlatState, ParamState, nothing_of, state_of
 from shardwise.runtime.grads import GradFace
-from shardwise.runtime.optimizer import adopt, is_per_element
+from shardwise.runtime.optimizer import adopt, lines_of
+from shardwise.runtime.state_lines import StateLines, is_form, is_per_element, line_of
 
 
 @dataclass
@@ -80,7 +82,11 @@ def collect(engine: Engine, optimizers: Sequence[Optimizer], extra: Mapping[str,
 
     Raises:
         UsageTypeError: It holds something that cannot be kept without pickle.
+        OffloadError: It is that of a step that failed.
     """
+    if engine.disk is not None:
+        engine.disk.settle()
+        engine.disk.refuse_failed("The state is not whole.")
     found = Collected()
     found.parts.extend(_param_parts(engine))
     known = {id(param): name for name, param in engine.model.named_parameters()}
@@ -113,10 +119,10 @@ def _is_first(piece: Segment, rank: int) -> bool:
     return piece.start == piece.param.offset and piece.numel > 0 if piece.param.numel else rank == 0
 
 
-def _part_of(name: str, piece: Segment, line: torch.Tensor) -> Part:
+def _part_of(name: str, piece: Segment, line: torch.Tensor, fetch: Callable[[], torch.Tensor] | None = None) -> Part:
     spec = piece.param
     start = piece.start - spec.offset if piece.numel else 0
-    return Part(name, spec.names, spec.shape, spec.stride, start, start + piece.numel, line)
+    return Part(name, spec.names, spec.shape, spec.stride, start, start + piece.numel, line, fetch)
 
 
 def _param_parts(engine: Engine) -> Iterator[Part]:
@@ -126,7 +132,8 @@ def _param_parts(engine: Engine) -> Iterator[Part]:
         for piece in _written(flat, rank):
             if piece.numel or _is_first(piece, rank):
                 line = flat.master[piece.start - low : piece.start - low + piece.numel]
-                yield _part_of(f"{names.MODEL}{piece.param.name}", piece, line)
+                fetch = None if flat.line is None else partial(flat.read_part, piece.start, piece.start + piece.numel)
+                yield _part_of(f"{names.MODEL}{piece.param.name}", piece, line, fetch)
 
 
 # Optimizers
@@ -145,7 +152,7 @@ def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int
                 found.items[item] = encode_item(item, held)
             else:
                 name = state.spec.name
-                for key, part in _add_param_state(found, index, state, held, rank):
+                for key, part in _add_param_state(found, index, state, OptimizerPart(held, lines_of(optimizer)), rank):
                     parts.setdefault(key, []).append(part)
             members.append(name)
         groups.append({"options": {key: value for key, value in group.items() if key != "params"}, "params": members})
@@ -155,39 +162,39 @@ def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int
     found.items[names.kinds(index)] = encode_item(names.kinds(index), [kind_of(optimizer)])
 
 
+@dataclass(frozen=True)
+class OptimizerPart:
+    """What an optimizer holds of one parameter, and the lines of what rests on disk."""
+
+    held: Mapping[str, Any]
+    lines: StateLines
+
+
 def _add_param_state(
-    found: Collected, index: int, state: ParamState, held: Mapping[str, Any], rank: int
+    found: Collected, index: int, state: ParamState, own: OptimizerPart, rank: int
 ) -> Iterator[tuple[str, Part]]:
     """Parts of tensors that have the parameter's form; what is one for all of its elements, the writer of the first one keeps."""
     piece = state.flat.spec.segments(state.flat.layout.bounds(rank))[state.index]
     values: dict[str, Any] = {}
-    for key, value in held.items():
+    for key, value in own.held.items():
         if not is_per_element(key, value, state):
             values[key] = value
             continue
         values[key] = None
         if piece.numel or _is_first(piece, rank):
-            own = line_of(value, state)
-            start = piece.start - state.piece.start if piece.numel else 0
             name = names.elements(index, state.spec.name, key)
-            yield key, _part_of(name, piece, own[start : start + piece.numel])
-    if _is_first(piece, rank) and held:
+            if is_form(value):
+                fetch = partial(own.lines.read, key, value, state, piece.start, piece.stop)
+                yield key, _part_of(name, piece, nothing_of((piece.numel,), value.dtype, HOST), fetch)
+            else:
+                start = piece.start - state.piece.start if piece.numel else 0
+                yield key, _part_of(name, piece, line_of(value, state)[start : start + piece.numel])
+    if _is_first(piece, rank) and own.held:
         item = names.state(index, state.spec.name)
-        plain = {key: value for key, value in values.items() if value is not None or held[key] is None}
+        plain = {key: value for key, value in values.items() if value is not None or own.held[key] is None}
         encoded = encode_item(item, plain)
         found.values[item] = {key: encoded.value.get(key, names.ELEMENTS) for key in values}
         found.parts.extend(encoded.parts)
-
-
-def line_of(value: torch.Tensor, state: ParamState) -> torch.Tensor:
-    """A tensor of a segment's form as a line in the order of the parameter's strides; a copy only where it lies otherwise."""
-    value = value.detach()
-    if not state.piece.is_whole:
-        return value.contiguous()
-    spec = state.spec
-    if value.stride() != spec.stride:
-        value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
-    return value.as_strided((spec.numel,), (1,))
 
 
 # Gradients of a step that is under way
@@ -204,8 +211,9 @@ def _add_grads(found: Collected, engine: Engine) -> None:
             if isinstance(held, GradFace) and held.buffer is not None:
                 name, start = f"{names.GRADIENT}{state.spec.name}", piece.start - held.buffer.start
                 if piece.numel or _is_first(piece, rank):
-                    line = held.buffer.values[start : start + piece.numel] if piece.numel else held.buffer.values[:0]
-                    found.parts.append(_part_of(name, piece, line))
+                    line = held.buffer.held[start : start + piece.numel] if piece.numel else held.buffer.held[:0]
+                    fetch = partial(held.buffer.read, piece.start, piece.stop) if held.is_on_disk and piece.numel else None
+                    found.parts.append(_part_of(name, piece, line, fetch))
                 if _is_first(piece, rank):
                     encoded = encode_item(name, {"factor": held.factor})
                     found.values[name] = encoded.value

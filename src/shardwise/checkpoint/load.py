@@ -151,6 +151,8 @@ def _load_from(engine: Engine, request: Request, path: str, *, is_fallback: bool
             )  # fmt: skip
         drop_grads(engine)
         engine.executor.before_change()
+        if engine.disk is not None:
+            engine.disk.forgive()
         with _agreeing(engine, path):
             fill(engine, request.optimizers, match, values, reader)
         engine.executor.refresh(engine.executor.units, with_frozen=True)

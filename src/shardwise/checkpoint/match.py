@@ -12,13 +12,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import names, tree
-from shardwise.checkpoint.collect import line_of, plain_tensors
+from shardwise.checkpoint.collect import plain_tensors
 from shardwise.checkpoint.kinds import can_hold, is_of_kind, kind_of
 from shardwise.checkpoint.manifest import Entry, Manifest, contiguous_stride, name_of
 from shardwise.checkpoint.reader import Slot
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.flat import FlatState, GradBuffer, ParamState, state_of
+from shardwise.runtime.flat import FlatState, ParamState, state_of
+from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.optimizer import adopt
+from shardwise.runtime.state_lines import line_of
 
 _MOST_NAMED = 8
 
@@ -101,7 +103,7 @@ class Matcher:
                 key = self._find(state.spec.names, index, used)
                 entry = self._match(state.spec.name, state.spec.shape, flat.master.dtype, key)
                 if entry is not None:
-                    self._add_slot(entry, state, partial(_owned_line, flat, state))
+                    self._add_slot(entry, state)
         for aliases, tensor in _by_identity(self._engine.model):
             key = self._find(aliases, index, used)
             own = names.of_rank(self._rank, key or "")
@@ -147,10 +149,13 @@ class Matcher:
             return None
         return entry
 
-    def _add_slot(self, entry: Entry, state: ParamState, line: Callable[[], torch.Tensor]) -> None:
-        piece, offset = state.piece, state.spec.offset
+    def _add_slot(self, entry: Entry, state: ParamState) -> None:
+        piece, offset, flat = state.piece, state.spec.offset, state.flat
         if piece.numel:
-            self.found.slots.append(Slot(entry, state.spec.stride, piece.start - offset, piece.stop - offset, line))
+            line, done = partial(_owned_line, flat, state), None
+            if flat.line is not None:
+                done = partial(flat.write_part, start=piece.start)
+            self.found.slots.append(Slot(entry, state.spec.stride, piece.start - offset, piece.stop - offset, line, done))
 
     def _add_plain(self, entry: Entry, tensor: torch.Tensor) -> None:
         shape = tuple(tensor.shape)
@@ -301,6 +306,8 @@ def _copy_into(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def _owned_line(flat: FlatState, state: ParamState) -> torch.Tensor:
     low = flat.bounds[0]
+    if flat.line is not None:
+        return torch.empty(state.piece.numel, dtype=flat.line.dtype)
     return flat.master[state.piece.start - low : state.piece.stop - low]
 
 

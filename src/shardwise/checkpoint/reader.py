@@ -25,6 +25,8 @@ class Slot:
     start: int
     stop: int
     line: Callable[[], torch.Tensor]
+    done: Callable[[torch.Tensor], None] | None = None
+    """Takes the line when it is filled, where it is not itself the place of its values."""
 
     @property
     def is_in_order(self) -> bool:
@@ -99,6 +101,11 @@ class Reader:
         if slot.start == slot.stop:
             return
         line = slot.line()
+        self._fill(slot, line)
+        if slot.done is not None:
+            slot.done(line)
+
+    def _fill(self, slot: Slot, line: torch.Tensor) -> None:
         if slot.is_in_order:
             self._read(slot.entry, slot.start, slot.stop, line)
             return

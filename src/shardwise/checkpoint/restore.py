@@ -17,11 +17,12 @@ from shardwise.checkpoint.manifest import Entry
 from shardwise.checkpoint.match import Match, StateMatch, grad_slots, local_grad_slots, state_slot, state_tensor
 from shardwise.checkpoint.reader import Reader
 from shardwise.core.errors import CheckpointError
-from shardwise.core.ledger import Kind
+from shardwise.core.ledger import Kind, Tier
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.flat import FlatState, GradBuffer, ParamState
+from shardwise.runtime.flat import FlatState, ParamState
+from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.grads import GradFace
-from shardwise.runtime.optimizer import state_bytes
+from shardwise.runtime.optimizer import lines_of, state_bytes
 
 
 def check_values(values: Mapping[str, Any], engine: Engine) -> None:
@@ -58,6 +59,9 @@ def fill(engine: Engine, optimizers: Sequence[Optimizer], match: Match, values: 
     """All that is read from files."""
     for slot in match.slots:
         reader.fill(slot)
+    for flat in engine.executor.flats:
+        if flat.line is None:
+            flat.publish()  # Those on disk have done so as they were written.
     for action in match.after:
         action()
     for name, module in engine.model.named_modules():
@@ -111,6 +115,7 @@ def _apply_optimizer(
                     for key, value in held.items()
                 }
             if held:
+                lines_of(optimizer).put(held, each.state)
                 optimizer.state[each.param] = held
 
 
@@ -151,6 +156,8 @@ def _apply_grads(engine: Engine, match: Match, values: Mapping[str, Any], reader
             if held.get("factor") is not None:
                 buffer.factors[index] = held["factor"]
             state.segment.grad = GradFace(state, buffer, state.segment)
+        if flat.rest.grad is Tier.DISK and engine.disk is not None:
+            buffer.put_away(engine.disk, f"gradients of {flat.spec.name}")
     for flat, entries in match.local_grads:
         _restore_local(engine, flat, entries, reader)
     if match.local_grads:

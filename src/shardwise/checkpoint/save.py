@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from shardwise.checkpoint.folders import find_checkpoints, is_checkpoint
 from shardwise.checkpoint.job import Job, Saving, Wish
 from shardwise.checkpoint.manifest import Summary
 from shardwise.checkpoint.shards import Part
-from shardwise.core.errors import CheckpointError, PathError, ShardwiseError, UsageError, UsageTypeError
+from shardwise.core.errors import CheckpointError, OffloadError, PathError, ShardwiseError, UsageError, UsageTypeError
 from shardwise.core.ledger import Kind, Tier
 from shardwise.runtime.engine import Engine
 from shardwise.telemetry.meter import Place as LoopPlace
@@ -126,6 +127,7 @@ _KINDS: dict[str, type[ShardwiseError]] = {
     "path": PathError,
     "usage": UsageError,
     "type": UsageTypeError,
+    "offload": OffloadError,
     "checkpoint": CheckpointError,
 }
 
@@ -173,10 +175,18 @@ def _copy(parts: Sequence[Part], saver: _Saver, engine: Engine) -> list[Part]:
     copied, offset = [], 0
     for part, size in zip(parts, sizes, strict=True):
         room = saver.copies[offset : offset + part.num_bytes].view(part.line.dtype)
-        room.copy_(part.line)
-        copied.append(replace(part, line=room))
+        fetch = None
+        try:
+            room.copy_(part.line if part.fetch is None else part.fetch())
+        except OffloadError as error:
+            fetch = partial(_raise, error)  # Where the copy is written, so that all ranks hear of it.
+        copied.append(replace(part, line=room, fetch=fetch))
         offset += size
     return copied
+
+
+def _raise(error: Exception) -> torch.Tensor:
+    raise error
 
 
 def _start(job: Job) -> None:

@@ -33,6 +33,7 @@ class Kind(Enum):
     MASTER = "master weights"
     BUFFER = "buffers"
     WIRE = "wire staging"
+    STAGING = "disk staging"
     POOL = "free workspace"
     SNAPSHOT = "copies for checkpoints"
     ACTIVATION = "activations"
@@ -47,7 +48,7 @@ OnChange = Callable[[Account, int], None]
 
 @dataclass
 class Ledger:
-    """Bytes held now and at most: ever, and since the last `mark`.
+    """Bytes held now and at most: ever, and since the last `mark`. Those of all tiers together are memory: the disk is left out.
 
     >>> ledger = Ledger()
     >>> ledger.add(Kind.GRAD, 100); ledger.add(Kind.GRAD, -40)
@@ -76,7 +77,8 @@ class Ledger:
         on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
         if on_tier > self._tier_peak[tier]:
             self._tier_peak[tier] = on_tier
-        self.live_bytes += num_bytes
+        if tier is not Tier.DISK:
+            self.live_bytes += num_bytes
         if self.live_bytes > self.peak_bytes_since_mark:
             self.peak_bytes_since_mark = self.live_bytes
         if self.watch is not None:
@@ -100,7 +102,7 @@ class Ledger:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were ever held at once."""
+        """The most bytes of memory that were ever held at once."""
         return max(self._earlier_peak_bytes, self.peak_bytes_since_mark)
 
     def live_on(self, tier: Tier) -> int:
@@ -129,5 +131,5 @@ class Ledger:
         for tier, kind in self.accounts:
             live, peak = format_bytes(self.live(kind, tier)), format_bytes(self.peak(kind, tier))
             rows.append(f"{tier.value:<8}{kind.value:<22}{live:>12}{peak:>12}")
-        rows.append(f"{'':<8}{'all':<22}{format_bytes(self.live_bytes):>12}{format_bytes(self.peak_bytes):>12}")
+        rows.append(f"{'':<8}{'all memory':<22}{format_bytes(self.live_bytes):>12}{format_bytes(self.peak_bytes):>12}")
         return "\n".join(rows)

@@ -56,7 +56,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "path": ("auto", "network"),
     "activations": (Tier.DEVICE.value, Tier.HOST.value),
 }
-_TIERS = {tier.value: tier for tier in (Tier.DEVICE, Tier.HOST)}
+_TIERS = {tier.value: tier for tier in Tier}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -85,10 +85,13 @@ class Plan:
         deadline_seconds: How long a collective may take; the process group's timeout, if None.
         path: How bytes travel: ``auto``: between ranks of one host through their memory, where that is allowed; ``network``: through
             the process group in any case. The bits are the same.
-        tiers: Where kinds of state rest: ``{shardwise.OPTIM: "host"}`` keeps the optimizer's state in the memory of the host; what
-            is not named rests on the device. On the CPU, the host's memory is the device's. Parameters that rest elsewhere are kept
-            in shards from stage 1 on, and brought unit by unit when they are used.
+        tiers: Where kinds of state rest: ``{shardwise.OPTIM: "host"}`` keeps the optimizer's state in the memory of the host,
+            ``"disk"`` in a file; what is not named rests on the device. On the CPU, the host's memory is the device's. Parameters
+            that rest elsewhere are kept in shards from stage 1 on, and brought unit by unit when they are used.
         fraction: The part of that state that rests there, by bytes; the rest stays on the device.
+        folder: Where files of the disk tier are made, for this user alone; ``shardwise-offload`` in the current folder, if None.
+        staging_bytes: The most memory through which bytes pass on their way to and from the disk; three times what the update of
+            the largest flat buffer needs, if None: one at work, one read ahead, one written behind.
         activations: Where what the forward leaves for the backward rests: on the ``device``, or on the ``host`` until it is needed.
         init_seed: Seed for models that are built on the meta device.
 
@@ -118,6 +121,8 @@ class Plan:
     path: str = "auto"
     tiers: Any = ()
     fraction: float = 1.0
+    folder: str | None = None
+    staging_bytes: int | None = None
     activations: str = Tier.DEVICE.value
     init_seed: int = 0
 
@@ -150,6 +155,11 @@ class Plan:
     def tier(self, kind: StateKind) -> Tier:
         """Where a kind of state rests."""
         return _TIERS[dict(self.tiers).get(kind.key, Tier.DEVICE.value)]
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any state rests on disk."""
+        return any(name == Tier.DISK.value for _, name in self.tiers)
 
     @property
     def fetches_params(self) -> bool:
@@ -254,6 +264,8 @@ def _check_types(plan: Plan) -> None:
         raise PlanError(f"tiers must say where kinds of state rest, such as {{'optim': 'host'}}, but is {plan.tiers!r}.")
     if not _is_number(plan.fraction):
         raise PlanError(f"fraction must be a number but is {plan.fraction!r}.")
+    if plan.folder is not None and not isinstance(plan.folder, str):
+        raise PlanError(f"folder must be the path of a folder, as text, but is {plan.folder!r}.")
     if units is not None and (not isinstance(units, (tuple, list)) or not all(isinstance(name, str) for name in units)):
         raise PlanError(f"units must be a list of module names but is {units!r}.")
 
@@ -263,6 +275,11 @@ def _check_numbers(plan: Plan) -> None:
         raise PlanError(f"prefetch must be a whole number of units, 0 or more, but is {plan.prefetch!r}.")
     if not isinstance(plan.init_seed, int) or isinstance(plan.init_seed, bool):
         raise PlanError(f"init_seed must be a whole number but is {plan.init_seed!r}.")
+    staging_bytes = plan.staging_bytes
+    if staging_bytes is not None and (
+        not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool) or staging_bytes < 1
+    ):
+        raise PlanError(f"staging_bytes must be a whole number of bytes, 1 or more, but is {staging_bytes!r}.")
     if not 0 <= plan.fraction <= 1:
         raise PlanError(f"fraction must be from 0 to 1 but is {plan.fraction!r}.")
     if plan.deadline_seconds is not None and not plan.deadline_seconds > 0:

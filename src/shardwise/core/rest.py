@@ -12,29 +12,34 @@ from shardwise.core.unit import Unit
 
 @dataclass(frozen=True)
 class Rest:
-    """The tiers of one flat buffer, by kind of state."""
+    """The tiers of one flat buffer, by kind of state; ``master``: of the values that the optimizer updates."""
 
     param: Tier = Tier.DEVICE
     grad: Tier = Tier.DEVICE
     optim: Tier = Tier.DEVICE
-
-    @property
-    def master(self) -> Tier:
-        """Where the values that the optimizer updates rest.
-
-        With the parameters, wherever these are; but an optimizer that rests off the device keeps values of its own there, of which
-        the parameters on the device are a copy: so that they travel once a step, and in one direction.
-        """
-        return self.optim if self.param is Tier.DEVICE else self.param
+    master: Tier = Tier.DEVICE
 
 
 ON_DEVICE = Rest()
 
 
-def rests_of(units: Sequence[Unit], plan: Plan) -> dict[str, Rest]:
+def _master_tier(param: Tier, optim: Tier, *, is_on_host: bool) -> Tier:
+    """Where the values that the optimizer updates rest.
+
+    With the parameters, wherever these are; but an optimizer that rests off an accelerator keeps values of its own there, of which
+    the parameters on the device are a copy: so that they travel once a step, and in one direction. On the CPU, an optimizer
+    that works on the host reaches the parameters where they are.
+    """
+    return optim if param is Tier.DEVICE and not is_on_host else param
+
+
+def rests_of(units: Sequence[Unit], plan: Plan, *, is_on_host: bool = False) -> dict[str, Rest]:
     """By the name of a flat buffer, where its state rests: all of it on the device, or where the plan says.
 
     A fraction is met buffer by buffer, spread evenly over the model, as closely as whole buffers allow.
+
+    Args:
+        is_on_host: Whether the device is the CPU.
 
     >>> from shardwise.core.unit import find_units
     >>> from torch import nn
@@ -42,7 +47,8 @@ def rests_of(units: Sequence[Unit], plan: Plan) -> dict[str, Rest]:
     >>> [rest.optim.value for rest in rests_of(units, Plan(tiers={"optim": "host"}, fraction=0.5)).values()]
     ['host', 'device', 'host', 'device']
     """
-    away = Rest(*(plan.tier(kind) for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.OPTIM)))
+    param, grad, optim = (plan.tier(kind) for kind in (StateKind.PARAM, StateKind.GRAD, StateKind.OPTIM))
+    away = Rest(param, grad, optim, _master_tier(param, optim, is_on_host=is_on_host))
     rests: dict[str, Rest] = {}
     seen_bytes = taken_bytes = 0
     for unit in units:

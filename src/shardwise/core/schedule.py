@@ -21,6 +21,7 @@ class Verb(Enum):
 
     __hash__ = object.__hash__  # In C: enum's own is Python, and members are looked up all through a step.
 
+    FETCH = "read from disk"
     GATHER = "gather parameters"
     RELEASE = "release parameters"
     REDUCE = "reduce gradients"
@@ -67,7 +68,10 @@ class Schedule:
         is_open: set[str] = set()
         for entry in self.phase(Point.PRE_FORWARD, Point.POST_FORWARD):
             for op in entry.ops:
-                is_open.add(op.unit) if op.verb is Verb.GATHER else is_open.discard(op.unit)
+                if op.verb is Verb.GATHER:
+                    is_open.add(op.unit)
+                elif op.verb is Verb.RELEASE:
+                    is_open.discard(op.unit)
         return frozenset(is_open)
 
     def __str__(self) -> str:
@@ -82,7 +86,7 @@ class Schedule:
 
 def build_schedule(units: Sequence[Unit], plan: Plan, trace: Trace) -> Schedule:
     """Lay the plan over a trace."""
-    step = _Step({unit.name: unit for unit in units}, plan, fetched_units(units, plan))
+    step = _Step({unit.name: unit for unit in units}, plan, fetched_units(units, plan), _units_on_disk(units, plan))
     last, both = _turn(trace)
     forward = _phase(trace.forward[:last], Point.PRE_FORWARD, step)
     forward += _phase(trace.forward[last:], Point.PRE_FORWARD, step, kept=both)
@@ -98,6 +102,14 @@ def fetched_units(units: Sequence[Unit], plan: Plan) -> frozenset[str]:
     return frozenset(unit.name for unit in units if any(rests[flat.name].param is not Tier.DEVICE for flat in unit.flats))
 
 
+def _units_on_disk(units: Sequence[Unit], plan: Plan) -> frozenset[str]:
+    """Units whose parameters rest on disk."""
+    if plan.tier(StateKind.PARAM) is not Tier.DISK:
+        return frozenset()
+    rests = rests_of(units, plan)
+    return frozenset(unit.name for unit in units if any(rests[flat.name].param is Tier.DISK for flat in unit.flats))
+
+
 @dataclass
 class _Step:
     """What a step is laid out over, and the units that are open at a moment of it."""
@@ -105,6 +117,7 @@ class _Step:
     units: Mapping[str, Unit]
     plan: Plan
     fetched: frozenset[str]
+    on_disk: frozenset[str]
     is_open: set[str] = field(default_factory=set)
 
 
@@ -126,10 +139,14 @@ def _phase(moments: Sequence[Moment], opening: Point, step: _Step, kept: frozens
         ops: list[Op] = []
         name, num_bytes = moment.unit, units[moment.unit].num_bytes
         if moment.point is opening and step.fetched:
-            for wanted in (name, *_upcoming(moments[position + 1 :], opening, name, plan.prefetch)):
+            upcoming = _upcoming(moments[position + 1 :], opening, name, plan.prefetch + 1)
+            for wanted in (name, *upcoming[: plan.prefetch]):
                 if wanted in step.fetched and wanted not in step.is_open:
                     step.is_open.add(wanted)
                     ops.append(Op(Verb.GATHER, wanted, units[wanted].num_bytes))
+            for wanted in upcoming[plan.prefetch :]:  # The disk needs more time: it is read one opening before the gather.
+                if wanted in step.on_disk and wanted not in step.is_open:
+                    ops.append(Op(Verb.FETCH, wanted, units[wanted].num_bytes))
         if moment.point is Point.POST_BACKWARD and units[name].is_trained:
             ops.append(Op(Verb.REDUCE, name, num_bytes))
             if StateKind.OPTIM not in plan.sharded:

@@ -12,6 +12,8 @@ _IDLE_PART = 0.08
 """What may lie idle when more is resident than ever before: so many bytes, or this part of all if that is more."""
 _TIME_PART = 0.01
 """How much of the time may go into giving back, and into the faults when pages are needed again."""
+_SCARCE_IDLE_BYTES, _SCARCE_TIME_PART = 16 * 2**20, 0.05
+"""The same where memory goes before time."""
 _FAULT_SECONDS = 2.3e-6
 """What a fresh page costs, measured."""
 
@@ -59,9 +61,14 @@ class Heap:
     given back cost time when they are needed again: it is done only where resident memory rises above all that was ever
     needed and much of it lies idle, and not more often than its share of time allows; a rise that comes too soon for that counts
     as needed. A run that has settled pays for nothing but the look at one number.
+
+    Args:
+        is_scarce: Whether memory goes before time: less of it may lie idle, and more time may be spent on that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_scarce: bool = False) -> None:
+        self._idle_bytes = _SCARCE_IDLE_BYTES if is_scarce else _IDLE_BYTES
+        self._time_part = _SCARCE_TIME_PART if is_scarce else _TIME_PART
         self._needed_bytes = 0
         self._other_bytes = 0
         self._resume_at = 0.0
@@ -73,7 +80,7 @@ class Heap:
             return
         begin = time.perf_counter()
         idle = resident - self._other_bytes - used_bytes()
-        if begin < self._resume_at or idle <= max(_IDLE_BYTES, int(resident * _IDLE_PART)):
+        if begin < self._resume_at or idle <= max(self._idle_bytes, int(resident * _IDLE_PART)):
             self._needed_bytes = resident
             return
         release_unused()
@@ -81,7 +88,7 @@ class Heap:
         self._other_bytes = max(0, left - used_bytes())  # What never was this allocator's.
         end = time.perf_counter()
         cost = end - begin + (resident - left) / _PAGE_BYTES * _FAULT_SECONDS
-        self._resume_at = end + cost / _TIME_PART
+        self._resume_at = end + cost / self._time_part
 
 
 def resident_bytes() -> int:

@@ -38,13 +38,19 @@ class Pool:
     allocator of the device they take turns with them in the same memory, which in a pool of their own would lie idle just when
     activations need the most. The allocators of accelerators keep memory themselves, for whatever is asked for next: there, all of it
     goes back to them.
+
+    Args:
+        is_scarce: Whether memory goes before time. Then gradients rest elsewhere, and those of one unit at a time take turns in memory
+            that is kept: what comes between two of them would leave holes in the heap that the next does not fit into.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device = CPU) -> None:
+    def __init__(self, ledger: Ledger, device: torch.device = CPU, *, is_scarce: bool = False) -> None:
         self._ledger = ledger
         self._device = device
         self._free: list[_Free] = []
-        self._heap = Heap()
+        self._heap = Heap(is_scarce=is_scarce)
+        self._is_scarce = is_scarce
+        self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
         """A buffer of a size, with whatever values."""
@@ -52,7 +58,9 @@ class Pool:
             with torch.inference_mode(False):
                 return self.take(numel, dtype, device, kind)
         num_bytes, tier = numel * dtype.itemsize, self.tier_of(device)
-        storage = self._find(num_bytes, device) if kind is Kind.GATHERED else None
+        if self._is_scarce and device.type == "cpu":
+            self._heap.keep_lean()
+        storage = self._find(num_bytes, device) if kind in self._kept else None
         if storage is None:
             if num_bytes >= _LARGE_BYTES and device.type == "cpu":
                 self._heap.keep_lean()
@@ -89,7 +97,7 @@ class Pool:
         if not torch_private.is_shared(buffer):
             if Poison.enabled:
                 poison(buffer)
-            if kind is Kind.GATHERED and buffer.nbytes and buffer.device.type == "cpu":
+            if kind in self._kept and buffer.nbytes and buffer.device.type == "cpu":
                 self._free.append(_Free(buffer.untyped_storage()))
                 self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return

@@ -27,6 +27,7 @@ _STYLES = {
     Kind.MASTER: ("cyan", "M"),
     Kind.BUFFER: ("white", "B"),
     Kind.WIRE: ("bright_red", "W"),
+    Kind.STAGING: ("bright_magenta", "S"),
     Kind.POOL: ("bright_black", "."),
     Kind.SNAPSHOT: ("bright_yellow", "C"),
     Kind.ACTIVATION: ("bright_cyan", "A"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.errors import DesyncError, ShardwiseError, UsageError
+from shardwise.core.errors import DesyncError, OffloadError, ShardwiseError, UsageError
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.flat import ParamState
@@ -85,21 +85,67 @@ class Agreement:
         )
 
     def compare_order(self) -> None:
-        """Refuse to go on if ranks ran their collectives in different orders: with equal sizes, numbers would be swapped."""
+        """Refuse to go on if ranks ran their collectives in different orders: with equal sizes, numbers would be swapped.
+
+        Also if the disk has failed one of them.
+        """
         if self._lanes.size == 1:
-            return
+            return self.agree_on_disk()
         logs = (self._executor.gather_log, self._executor.reduce_log)
-        mine = torch.tensor([log.hash for log in logs])
+        mine = torch.tensor([*(log.hash for log in logs), self._has_disk_failed()])
         handle = self._lanes.gather.gather_small(mine, label="the order of collectives")
         self._executor.wait(handle, "use", "")
-        if handle.result is None or bool((handle.result == handle.result[0]).all()):
-            return
+        if handle.result is None:
+            return None
+        if bool(handle.result[:, -1].any()):
+            self._stop_for_disk()
+        if bool((handle.result == handle.result[0]).all()):
+            return None
         payload = "\n".join(op for log in logs for op in log.latest).encode()
         texts = gather_bytes(self._lanes.gather, payload, label="the order of collectives")
         self._reducer.abandon()
         for log in logs:
             log.reset()
         raise DesyncError(_first_difference([text.decode().split("\n") for text in texts]))
+
+    # The disk
+
+    def _has_disk_failed(self) -> bool:
+        disk = self._executor.disk
+        if disk is not None:
+            disk.check_writes()
+        return disk is not None and disk.failure is not None
+
+    def agree_on_disk(self) -> None:
+        """Stop on all ranks if the disk has failed one of them. A collective, where the plan uses the disk.
+
+        Raises:
+            OffloadError: It has.
+        """
+        if self._executor.disk is None:
+            return
+        mine = torch.tensor([self._has_disk_failed()], dtype=torch.uint8)
+        handle = self._lanes.gather.gather_small(mine, label="the state of the disk tier")
+        self._executor.wait(handle, "use", "")
+        if bool((mine if handle.result is None else handle.result).any()):
+            self._stop_for_disk()
+
+    def _stop_for_disk(self) -> None:
+        """Drop this step's gradients, and tell all ranks what has failed."""
+        disk = self._executor.disk
+        if disk is None:
+            raise ShardwiseError("A rank's disk tier has failed, but this rank has none.")
+        texts = gather_bytes(self._lanes.gather, (disk.failure or "").encode(), label="the state of the disk tier")
+        rank, text = next((rank, text.decode()) for rank, text in enumerate(texts) if text)
+        told = text if text.startswith("Rank ") else f"Rank {rank}: {text}"
+        disk.failure, disk.is_stopped = told, True
+        self._reducer.abandon()
+        for log in (self._executor.gather_log, self._executor.reduce_log):
+            log.reset()
+        for flat in self._executor.flats:
+            for state in flat.params:
+                state.segment.grad = None
+        raise OffloadError(told)
 
 
 def _hash(value: object) -> bytes:

@@ -16,10 +16,11 @@ from shardwise.devices.host import on_host
 from shardwise.devices.malloc import release_unused
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.executor import UnitState
-from shardwise.runtime.flat import FlatState, ParamState, Precision, remember, state_of
+from shardwise.runtime.flat import HOST, FlatState, ParamState, Precision, nothing_of, put_on_disk, remember, state_of
 from shardwise.runtime.grads import assign_grad, make_live
 from shardwise.runtime.hooks import attach_hooks
 from shardwise.runtime.materialize import Initial, check_meta, is_on_meta, materialize
+from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.parameter import Face, point_away
 from shardwise.runtime.registry import register
 
@@ -28,12 +29,15 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     """Shard a model in place. Everything was checked before: from here on nothing is refused."""
     ledger = Ledger()
     states = []
-    initial = materialize(model, units, setup, device) if is_on_meta(model) else Initial()
-    rests = rests_of(units, setup.plan)
+    disk = None
+    if setup.store is not None:
+        disk = DiskTier(setup.store, ledger, setup.load_bytes, setup.plan.staging_bytes, device)
+    rests = rests_of(units, setup.plan, is_on_host=device.type == "cpu")
+    initial = materialize(model, units, setup, device, rests, disk) if is_on_meta(model) else Initial()
     for unit in units:
         # Flat by flat, so that at most one full buffer stands beside the model while it is taken apart.
-        states.append(UnitState(unit, [_make_flat(model, flat, setup, rests[flat.name], initial) for flat in unit.flats]))
-    engine = Engine(model, states, setup, ledger)
+        states.append(UnitState(unit, [_make_flat(model, flat, setup, rests[flat.name], initial, disk) for flat in unit.flats]))
+    engine = Engine(model, states, setup, ledger, disk)
     engine.book_buffers()
     for flat_state in engine.executor.flats:
         _book(flat_state, ledger)
@@ -61,7 +65,9 @@ def _contains(module: str, unit: str) -> bool:
     return module in ("", unit) or unit.startswith(f"{module}.")
 
 
-def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, rest: Rest, initial: Initial) -> FlatState:
+def _make_flat(
+    model: nn.Module, spec: FlatSpec, setup: Setup, rest: Rest, initial: Initial, disk: DiskTier | None
+) -> FlatState:
     plan, lanes = setup.plan, setup.lanes
     device = model.get_parameter(spec.params[0].name).device
     is_fetched = StateKind.PARAM in plan.sharded or rest.param is not Tier.DEVICE
@@ -70,9 +76,13 @@ def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, rest: Rest, initi
     layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
     bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
     is_aliased = not is_fetched and precision.compute == precision.master and not is_away
+    full: torch.Tensor | None
     is_new = all(param.name in initial.parts for param in spec.params)
-    if is_new and StateKind.PARAM in plan.sharded:
-        full: torch.Tensor | None = None
+    line = initial.lines.pop(spec.name, None)
+    if line is not None:
+        full, master = None, nothing_of((line.numel,), line.dtype, HOST)
+    elif is_new and StateKind.PARAM in plan.sharded:
+        full = None
         master = _pack_parts(model, spec, bounds, initial)
     else:
         whole = _pack(model, spec, layout.numel, initial)
@@ -82,13 +92,17 @@ def _make_flat(model: nn.Module, spec: FlatSpec, setup: Setup, rest: Rest, initi
         owned = whole[slice(*bounds)]
         master = owned if is_aliased or is_away or owned.numel() == whole.numel() else owned.clone()
     shard = None
-    if is_away:
+    if is_away and line is None:
         has_copy = is_fetched and rest.param is Tier.DEVICE
         shard = master.to(device, precision.compute, copy=True) if has_copy else None
-        master = on_host(master, f"parameters of {spec.name}")
+        if disk is not None and rest.master is Tier.DISK:
+            line = put_on_disk(master, disk, spec.name)
+            master = nothing_of((line.numel,), line.dtype, HOST)
+        else:
+            master = on_host(master, f"parameters of {spec.name}")
     is_owned_whole = StateKind.OPTIM not in plan.sharded or lanes.size == 1
     state = FlatState(
-        spec, layout, precision, bounds, master, full, is_aliased, is_owned_whole, is_fetched, device, rest, shard
+        spec, layout, precision, bounds, master, full, is_aliased, is_owned_whole, is_fetched, device, rest, shard, line
     )
     _detach_originals(model, state)
     return state
@@ -98,7 +112,8 @@ def _book(flat: FlatState, ledger: Ledger) -> None:
     """What a buffer holds at rest. Values that are not those of compute, or not where these are, are master weights."""
     is_copied = flat.shard is not None or (flat.full is not None and not flat.is_aliased)
     kind = Kind.MASTER if is_copied or flat.precision.compute != flat.precision.master else Kind.PARAM
-    ledger.add(kind, flat.master.nbytes, flat.rest.master)
+    if flat.line is None:
+        ledger.add(kind, flat.master.nbytes, flat.rest.master)
     if flat.shard is not None:
         ledger.add(Kind.PARAM, flat.shard.nbytes)
     if flat.full is not None:

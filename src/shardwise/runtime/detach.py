@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardwise.core.errors import OffloadError
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import FlatState, ParamState, forget
 from shardwise.runtime.grads import RAW_GRAD, make_plain
 from shardwise.runtime.opened import Opened
-from shardwise.runtime.optimizer import adopt, is_per_element, states_of
+from shardwise.runtime.optimizer import adopt, lines_of, states_of
 from shardwise.runtime.registry import unregister
+from shardwise.runtime.state_lines import is_per_element
 from shardwise.wire.comm import gather_bytes
 
 
@@ -23,6 +25,8 @@ def detach(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
     if engine.backward.is_running:
         engine.recover()
     engine.come_to_rest()
+    if engine.disk is not None:
+        _bring_all(engine, optimizers)
     for optimizer in optimizers:
         _restore_state(optimizer, engine)
     for unit in engine.executor.units.values():
@@ -31,6 +35,23 @@ def detach(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
     for handle in engine.handles:
         handle.remove()
     unregister(engine)
+    if engine.disk is not None:
+        engine.disk.close()
+
+
+def _bring_all(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    """Let all state that rests on disk come to memory, on all ranks, before anything is changed."""
+    try:
+        for flat in engine.executor.flats:
+            flat.bring()
+        for optimizer in optimizers:
+            for state in states_of(optimizer):
+                if state.host is engine and state.segment in optimizer.state:
+                    optimizer.state[state.segment] = lines_of(optimizer).whole(optimizer.state[state.segment], state)
+    except OffloadError as error:
+        if engine.disk is not None:
+            engine.disk.fail(error)
+    engine.agreement.agree_on_disk()
 
 
 def _restore_params(flat: FlatState, engine: Engine) -> None:

@@ -56,7 +56,7 @@ def _is_reduced(held: torch.Tensor | None) -> bool:
 
 def _reduced(state: ParamState) -> torch.Tensor | None:
     held = state.segment.grad
-    return held.reduced if isinstance(held, GradFace) else None
+    return held.part if isinstance(held, GradFace) else None
 
 
 def summarize(
@@ -157,13 +157,13 @@ def _owned_values(flat: FlatState, low: int, high: int) -> torch.Tensor:
     if len(buffers) == 1 and all(isinstance(face, GradFace) for face in held):
         (buffer,) = buffers.values()
         if buffer is not None:
-            return buffer.values[low - buffer.start : high - buffer.start]
+            return buffer.read(low, high)
     values = torch.zeros(high - low, dtype=flat.precision.reduce, device=flat.grad_device)
     for state, face in zip(flat.params, held, strict=True):
         if isinstance(face, GradFace) and face.buffer is not None:
             start, stop = max(low, state.spec.offset), min(high, state.spec.stop)
             if start < stop:
-                values[start - low : stop - low] = face.buffer.values[start - face.buffer.start : stop - face.buffer.start]
+                values[start - low : stop - low] = face.buffer.read(start, stop)
     return values
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.core.errors import NonFiniteError, UsageError
 from shardwise.core.ledger import Kind, Ledger, Tier
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, StateKind
 from shardwise.core.records import Process
 from shardwise.core.schedule import Schedule, build_schedule
 from shardwise.core.trace import Trace, assumed_trace
@@ -30,11 +30,13 @@ from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import ParamState, remember, slice_of
 from shardwise.runtime.forward import Forward
 from shardwise.runtime.grads import GradFace
+from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
 from shardwise.runtime.reducer import Reducer
 from shardwise.runtime.tensors import buffer_bytes
+from shardwise.stores.disk import DiskStore
 from shardwise.telemetry.meter import Meter, Place
 from shardwise.wire.comm import Lanes
 
@@ -51,22 +53,28 @@ class Setup:
     lanes: Lanes
     tree: Tree
     layout_kind: str
+    store: DiskStore | None = None
+    load_bytes: int = 0
+    """What the largest update brings from disk."""
 
 
 class Engine:
     """The runtime of one sharded model on one rank."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitState], setup: Setup, ledger: Ledger) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[UnitState], setup: Setup, ledger: Ledger, disk: DiskTier | None = None
+    ) -> None:
         plan, lanes = setup.plan, setup.lanes
         self.model = model
         self.layout_kind = setup.layout_kind
         self.plan = plan
         self.lanes = lanes
         self.ledger = ledger
+        self.disk = disk
         self.modules = dict(model.named_modules())
         self.device = units[0].flats[0].device
         self.meter = Meter(lanes.rank, ledger, self._look_at_process, lambda: memory.allocated_bytes(self.device))
-        self.executor = Executor(units, plan, lanes, self.meter, ledger)
+        self.executor = Executor(units, plan, lanes, self.meter, ledger, disk)
         self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)
         self.activations = HostRoom(self.executor) if plan.activations == Tier.HOST.value else None
@@ -142,6 +150,8 @@ class Engine:
 
     def begin_entry(self, module: nn.Module) -> None:
         """A call from outside begins."""
+        if self.disk is not None and self.disk.is_stopped:
+            self.disk.refuse_failed("The model cannot be called.")
         if self.backward.is_running and torch_private.graph_task() == -1:
             self.recover()
         self.settle()
@@ -153,6 +163,16 @@ class Engine:
         self._hook_params()
         if self.plan.buffers != "local" and self.lanes.size > 1 and self.is_synced:
             self._sync_buffers(module)
+
+    def end_inference(self) -> None:
+        """A call from outside without gradients has ended: no later moment would tell that its values could not be read."""
+        if self.disk is None or self.plan.tier(StateKind.PARAM) is not Tier.DISK:
+            return
+        if any(flat.is_fetched and not flat.is_fetched_alone for flat in self.executor.flats):
+            self.executor.gather_log.add("disk")
+            self.agreement.agree_on_disk()
+        else:
+            self.disk.refuse_failed("The model's outputs cannot be relied on.")
 
     def settle(self) -> None:
         """If the user has cast the model since the last step, follow."""
@@ -258,7 +278,8 @@ class Engine:
         if state.opened is not None:
             return state.opened
         if state.flat.is_owned_whole:
-            return state.spec.view(state.flat.master.to(self.device))
+            values = state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
+            return state.spec.view(values, shift=state.spec.offset)
         raise not_gathered(state)
 
     def write(self, state: ParamState, values: torch.Tensor) -> None:
@@ -268,9 +289,8 @@ class Engine:
         self.executor.before_change()
         with torch.no_grad():
             if state.piece.numel:
-                target = state.flat.segment_view(state.piece)
-                target.copy_(slice_of(values, state, target))
-                state.flat.publish()
+                with state.flat.part_at_hand(state.piece) as target:
+                    target.copy_(slice_of(values, state, target))
             if state.flat.full is not None:
                 state.spec.view(state.flat.full).copy_(values)
 
@@ -378,6 +398,9 @@ class Engine:
         for unit in self._pinned:
             self.executor.release(unit)
         self._pinned.clear()
+        if self.disk is not None:
+            self.disk.forget_all_ahead()
+            self.agreement.agree_on_disk()
         self.num_updates += bool(updated)
         self.executor.refresh(updated)
         self.executor.trim()

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
 import torch
 
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import OffloadError, ShardwiseError
 from shardwise.core.events import Event, Totals
 from shardwise.core.ledger import Kind, Ledger, Tier
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, StateKind
 from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
 from shardwise.devices import memory, torch_private
 from shardwise.devices.pool import Pool
 from shardwise.runtime.flat import FlatState, ParamState, lies_at
+from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.parameter import bring_values, point_away, point_to
 from shardwise.runtime.written import keep_written
 from shardwise.telemetry.meter import Meter
@@ -80,13 +82,22 @@ class OpLog:
 class Executor:
     """Gathers and releases units of one model on one rank."""
 
-    def __init__(self, units: Iterable[UnitState], plan: Plan, lanes: Lanes, meter: Meter, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        units: Iterable[UnitState],
+        plan: Plan,
+        lanes: Lanes,
+        meter: Meter,
+        ledger: Ledger,
+        disk: DiskTier | None = None,
+    ) -> None:
         self.units = {state.unit.name: state for state in units}
         self.plan = plan
         self.lanes = lanes
         self.meter = meter
         self.ledger = ledger
-        self.pool = Pool(ledger, self.flats[0].device)
+        self.disk = disk
+        self.pool = Pool(ledger, self.flats[0].device, is_scarce=plan.tier(StateKind.GRAD) is Tier.DISK)
         self.totals = Totals()
         self.gather_log = OpLog()
         self.reduce_log = OpLog()
@@ -102,6 +113,14 @@ class Executor:
         """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
         self._memory: dict[int, tuple[UnitState, FlatState]] = {}
         """To which unit a gathered buffer belongs, by the key of its storage."""
+
+    def fetch(self, name: str) -> None:
+        """Begin to read what of a unit rests on disk: it will be gathered soon."""
+        state = self.units[name]
+        if self.disk is not None and state.residency is Residency.RELEASED:
+            for flat in state.flats:
+                if flat.line is not None and flat.is_source_on_disk:
+                    self.disk.ahead([flat.line])
 
     def gather(self, name: str) -> None:
         """Begin to gather a unit, unless it is there or on its way."""
@@ -129,10 +148,7 @@ class Executor:
 
     def fill(self, flat: FlatState, room: Room, label: str) -> Handle:
         """Begin to bring all ranks' shards into the full buffer of a flat."""
-        if flat.is_fetched_alone:
-            room().copy_(flat.source)
-            return Handle("copy")
-        if flat.is_aliased:
+        if flat.is_aliased or (flat.line is not None and not flat.is_fetched):
             return self.lanes.gather.all_gather(room(), flat.layout.cuts, label=label)
         if flat.is_offered:
             handle = self.lanes.gather.gather_parts(flat.source, flat.layout.cuts, room, label=label)
@@ -140,15 +156,38 @@ class Executor:
             while len(self._offered) > _MOST_OFFERED and self._offered[0].is_read:
                 self._offered.popleft()
             return handle
-        if flat.is_fetched and self.lanes.size > 1 and not self.lanes.gather.is_staged:
-            return self._offer_copy(flat, room, label)
-        full = put_in_place(flat.source, flat.layout.cuts, room, self.lanes.rank)
+        with self._source_of(flat) as source:
+            if flat.is_fetched_alone:
+                room().copy_(source)
+                return Handle("copy")
+            if flat.is_fetched and self.lanes.size > 1 and not self.lanes.gather.is_staged:
+                return self._offer_copy(flat, source, room, label)
+            full = put_in_place(source, flat.layout.cuts, room, self.lanes.rank)
         return self.lanes.gather.all_gather(full, flat.layout.cuts, label=label)
 
-    def _offer_copy(self, flat: FlatState, room: Room, label: str) -> Handle:
+    @contextmanager
+    def _source_of(self, flat: FlatState) -> Iterator[torch.Tensor]:
+        """The owned values of a flat in memory. Where they cannot be read, NaN: peers wait for them, and are told when all meet."""
+        if self.disk is None or flat.line is None or flat.shard is not None:
+            yield flat.source
+            return
+        try:
+            if self.disk.failure is not None:
+                raise OffloadError(self.disk.failure)
+            load = self.disk.load([flat.line])
+        except OffloadError as error:
+            self.disk.fail(error)
+            yield flat.master
+            return
+        try:
+            yield load.view(flat.line)
+        finally:
+            load.drop()
+
+    def _offer_copy(self, flat: FlatState, source: torch.Tensor, room: Room, label: str) -> Handle:
         """Let peers read a copy in the dtype of compute: in the gathered buffer, a forward may write before they have read."""
-        copy = self.pool.take(flat.source.numel(), flat.precision.compute, flat.device, Kind.WIRE)
-        copy.copy_(flat.source)
+        copy = self.pool.take(source.numel(), flat.precision.compute, flat.device, Kind.WIRE)
+        copy.copy_(source)
         handle = self.lanes.gather.gather_parts(copy, flat.layout.cuts, room, label=label)
         self.give_when_read(handle, copy, Kind.WIRE)
         return handle
@@ -296,6 +335,8 @@ class Executor:
             self.drop_idle()  # Gathered ahead in a step that failed, or kept for a backward that did not come.
         offered, self._offered = self._offered, deque()
         self.wait_until_read(offered)
+        if self.disk is not None:
+            self.disk.forget_all_ahead()
 
     def note_activations(self) -> None:
         """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way."""
@@ -310,6 +351,8 @@ class Executor:
     def trim(self) -> None:
         """Free what nobody needs: also what was shared when it was released, perhaps with a collective that was just ending."""
         self.sweep()
+        if self.disk is not None:
+            self.disk.sweep()
         self.pool.end_step()
         if self.is_lean:
             self.ledger.set(Kind.ACTIVATION, 0)
@@ -344,6 +387,8 @@ class Executor:
                         self._postponed.append(op.unit)
                 else:
                     self.gather(op.unit)
+            elif op.verb is Verb.FETCH:
+                self.fetch(op.unit)
 
     def gather_postponed(self) -> None:
         """Begin the gathers that waited for a reduction to end."""
@@ -378,7 +423,7 @@ class Executor:
 
     def _refill(self, name: str, flat: FlatState) -> Handle:
         if flat.is_owned_whole:
-            if flat.full is not None and not flat.is_aliased:
+            if flat.full is not None and not flat.is_aliased and flat.line is None:
                 flat.full.copy_(flat.master)
             return Handle("copy")
         self.gather_log.add(f"refresh {name}")

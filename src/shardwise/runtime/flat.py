@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Protocol
@@ -18,6 +19,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.rest import ON_DEVICE, Rest
 from shardwise.core.unit import FlatSpec, ParamSpec, Segment
 from shardwise.devices.pool import Pool
+from shardwise.runtime.offload import DiskTier, Line
 
 HOST = torch.device("cpu")
 
@@ -40,36 +42,13 @@ class Precision:
         return cls(dtype, compute, plan.dtype("reduce_dtype") or compute)
 
 
-@dataclass(eq=False)
-class GradBuffer:
-    """Reduced gradients of one flat buffer, from element ``start`` on, in memory of a pool. Lives as long as a gradient refers to it.
-
-    Gradients in 16 bits are not scaled in place, where small ones would be lost: ``factors`` says, by parameter, what they are to
-    be multiplied with when they are used.
-    """
-
-    values: torch.Tensor
-    start: int
-    pool: Pool
-    factors: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.pool.give(self.values, Kind.GRAD)
-
-    def widen(self, dtype: torch.dtype) -> None:
-        """Hold the values in a dtype of more bits from now on."""
-        narrow, self.values = self.values, self.pool.take(self.values.numel(), dtype, self.values.device, Kind.GRAD)
-        self.values.copy_(narrow)
-        self.pool.give(narrow, Kind.GRAD)
-
-
 class Host(Protocol):
     """What stand-ins ask of the engine that they belong to."""
 
     plan: Plan
     layout_kind: str
     pool: Pool
+    disk: DiskTier | None
 
     @property
     def is_computing(self) -> bool:
@@ -173,8 +152,10 @@ class FlatState:
     while gathered (``is_fetched``) or always. ``rest`` says where state is: perhaps off the ``device`` that computes; ``shard`` is then
     a copy of the owned values, in the dtype of compute, that stayed on the device and from which gathers read. Where both dtypes
     agree and ``full`` stays resident, ``master`` is a part of it (``is_aliased``). Where every rank owns every element
-    (``is_owned_whole``), no collective is needed to read them. ``reserved`` is a released buffer of which someone still holds a view:
-    only this flat may be gathered into it. ``local`` holds the full gradients of this rank, in memory of the pool or in autograd's
+    (``is_owned_whole``), no collective is needed to read them. Where the values at rest are on disk, ``line`` is their place, and
+    ``master`` has their form alone; a ``full`` that stays resident has the owned part of them in its place then. ``reserved`` is a
+    released buffer of which someone still holds a view: only this flat may be gathered into it. ``local`` holds the full gradients
+    of this rank, in memory of the pool or in autograd's
     own.
     """
 
@@ -190,6 +171,7 @@ class FlatState:
     device: torch.device
     rest: Rest = ON_DEVICE
     shard: torch.Tensor | None = None
+    line: Line | None = None
     reserved: torch.Tensor | None = None
     params: list[ParamState] = field(default_factory=list)
     local: torch.Tensor | None = None
@@ -207,12 +189,46 @@ class FlatState:
 
     def resting_segment(self, piece: Segment) -> torch.Tensor:
         """What the optimizer holds of a parameter between updates: its part of the owned values, if they rest where it works."""
-        view = self.segment_view(piece)
-        return view if view.device == self.update_device else nothing_of(tuple(view.shape), view.dtype, self.update_device)
+        if self.line is None and self.master.device == self.update_device:
+            return self.segment_view(piece)
+        return nothing_of(piece_shape(piece), self.master.dtype, self.update_device)
 
     def segment_view(self, piece: Segment) -> torch.Tensor:
-        """A parameter's part of the owned values."""
+        """A parameter's part of the owned values in memory."""
         return piece.view(self.master, shift=self.bounds[0])
+
+    def read_part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements of the owned values, counted in the whole buffer: as they are in memory, or a copy of what is on disk."""
+        low = self.bounds[0]
+        return self.master[start - low : stop - low] if self.line is None else self.line.get(start - low, stop - low)
+
+    @contextmanager
+    def part_at_hand(self, piece: Segment) -> Iterator[torch.Tensor]:
+        """A parameter's part of the owned values, to be changed."""
+        if self.line is None:
+            yield self.segment_view(piece)
+            self.publish()
+            return
+        values = self.line.get(piece.start - self.bounds[0], piece.stop - self.bounds[0])
+        yield piece.view(values, shift=piece.start)
+        self.write_part(values, piece.start)
+
+    def bring(self) -> None:
+        """Let the owned values rest in the host's memory.
+
+        Raises:
+            OffloadError: They cannot be read.
+        """
+        if self.line is not None:
+            self.master, self.line = self.line.get(), None
+
+    def write_part(self, values: torch.Tensor, start: int) -> None:
+        """Overwrite owned values from element ``start`` of the whole buffer on with those of a line."""
+        if self.line is None:
+            self.master[start - self.bounds[0] :][: values.numel()].copy_(values)
+        else:
+            self.line.set(values, start - self.bounds[0])
+        self.publish(values, start)
 
     @property
     def has_face(self) -> bool:
@@ -227,12 +243,19 @@ class FlatState:
     @property
     def is_offered(self) -> bool:
         """Whether peers can be given the source as it is; else they are given a copy of it in the dtype of compute."""
-        return self.source.device == self.device and self.source.dtype == self.precision.compute
+        is_here = self.source.device == self.device and not self.is_source_on_disk
+        return is_here and self.source.dtype == self.precision.compute
+
+    @property
+    def is_source_on_disk(self) -> bool:
+        """Whether values must be read from disk to be gathered."""
+        return self.line is not None and self.shard is None
 
     @property
     def is_fetched_alone(self) -> bool:
         """Whether this rank has all of the values where they rest, and brings them to the device without its peers."""
-        return self.is_fetched and self.is_owned_whole and self.source.device != self.device
+        is_away = self.source.device != self.device or self.is_source_on_disk
+        return self.is_fetched and self.is_owned_whole and is_away
 
     @property
     def update_device(self) -> torch.device:
@@ -244,10 +267,30 @@ class FlatState:
         """Where reduced gradients rest."""
         return self.device if self.rest.grad is Tier.DEVICE else HOST
 
-    def publish(self) -> None:
-        """The owned values have changed: let the copy on the device have them."""
+    def publish(self, values: torch.Tensor | None = None, start: int | None = None) -> None:
+        """Owned values have changed: let the copy on the device have them.
+
+        Args:
+            values: Those that have changed, from element ``start`` of the whole buffer on; all of them, if None.
+        """
+        values = self.master if values is None else values
+        start = self.bounds[0] if start is None else start
         if self.shard is not None:
-            self.shard.copy_(self.master.to(self.shard.dtype))
+            self.shard[start - self.bounds[0] :][: values.numel()].copy_(values.to(self.shard.dtype))
+        elif self.line is not None and self.full is not None and not self.is_fetched:
+            self.full[start : start + values.numel()].copy_(values)
+
+
+def put_on_disk(values: torch.Tensor, disk: DiskTier, name: str) -> Line:
+    """Let the owned values of a flat buffer rest on disk."""
+    line = Line(disk, values.numel(), values.dtype, f"parameters of {name}", Kind.PARAM)
+    line.set(values.view(-1))
+    return line
+
+
+def piece_shape(piece: Segment) -> tuple[int, ...]:
+    """The form of a segment."""
+    return piece.param.shape if piece.is_whole else (piece.numel,)
 
 
 def slice_of(values: torch.Tensor, state: ParamState, target: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,8 @@ class Forward:
         if frame.is_entry:
             with torch_private.outside_transforms():
                 self._end_entry(name)
+                if output is not None and not torch.is_grad_enabled():
+                    self._engine.end_inference()
             if self._output_dtype is not None and output is not None:
                 return cast(output, self._output_dtype)
         return None

@@ -16,7 +16,8 @@ from torch import nn
 from shardwise.core.errors import NotGatheredError, UsageError
 from shardwise.core.ledger import Kind
 from shardwise.devices import torch_private
-from shardwise.runtime.flat import GradBuffer, ParamState, Standing, state_of
+from shardwise.runtime.flat import ParamState, Standing, state_of
+from shardwise.runtime.grad_buffer import Change, GradBuffer
 
 RAW_GRAD: Any = torch.Tensor.grad
 """The attribute that autograd itself writes, under whatever property a subclass puts over it."""
@@ -43,8 +44,18 @@ class GradFace(Standing, torch.Tensor):
 
     @property
     def reduced(self) -> torch.Tensor | None:
-        """This rank's part of the reduced values."""
+        """This rank's part of the reduced values, to be changed: what rests on disk is brought back, and stays."""
         return None if self.buffer is None else self.state.piece.view(self.buffer.values, shift=self.buffer.start)
+
+    @property
+    def part(self) -> torch.Tensor | None:
+        """This rank's part of the reduced values, to be read."""
+        if self.buffer is None:
+            return None
+        piece = self.state.piece
+        if not piece.numel or self.buffer.line is None:
+            return piece.view(self.buffer.held, shift=self.buffer.start)
+        return piece.view(self.buffer.read(piece.start, piece.stop), shift=piece.start)
 
     @property
     def factor(self) -> torch.Tensor | None:
@@ -53,15 +64,15 @@ class GradFace(Standing, torch.Tensor):
 
     def usable(self) -> torch.Tensor | None:
         """This rank's part of the reduced values, in the dtype of the parameter and scaled."""
-        reduced, factor = self.reduced, self.factor
-        if reduced is None:
+        part, factor = self.part, self.factor
+        if part is None:
             return None
-        values = reduced.to(self.state.spec.dtype)
+        values = part.to(self.state.spec.dtype)
         return values if factor is None else values * factor.to(values.device)
 
     def scale_later(self, factor: torch.Tensor | float) -> bool:
         """Note a factor instead of scaling in place, where the values have fewer bits than the parameter."""
-        if self.buffer is None or self.buffer.values.dtype.itemsize >= self.state.spec.dtype.itemsize:
+        if self.buffer is None or self.buffer.dtype.itemsize >= self.state.spec.dtype.itemsize:
             return False
         before = self.factor
         factor = torch.as_tensor(factor, dtype=self.state.spec.dtype)
@@ -77,26 +88,41 @@ class GradFace(Standing, torch.Tensor):
         if reduced is not None:
             reduced.mul_(factor.to(reduced.device))
 
-    def parts(self) -> list[torch.Tensor]:
-        """All values of this gradient that are on this rank: reduced, and accumulated but not yet reduced."""
-        reduced = self.reduced
-        parts = [] if reduced is None else [reduced]
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the reduced values are."""
+        return self.buffer is not None and self.buffer.line is not None
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """What was accumulated on this rank and is not yet reduced."""
         flat = self.state.flat
-        if flat.local is not None and self.state.index in flat.filled:
-            parts.append(self.state.spec.view(flat.local))
-        return parts
+        is_there = flat.local is not None and self.state.index in flat.filled
+        return self.state.spec.view(flat.local) if is_there and flat.local is not None else None
+
+    def parts(self) -> list[torch.Tensor]:
+        """All values of this gradient that are in this rank's memory: reduced, and accumulated but not yet reduced."""
+        parts = [None if self.is_on_disk else self.reduced, self.local]
+        return [part for part in parts if part is not None]
+
+    def change(self, change: Change) -> None:
+        """Change all values of this gradient that are on this rank, in place; what rests on disk, when it is read."""
+        for part in self.parts():
+            change(part)
+        if self.buffer is not None and self.buffer.line is not None:
+            self.buffer.change(self.state.piece, change)
 
     def full(self) -> torch.Tensor:
         """The whole gradient, if it is on this rank."""
-        reduced = self.reduced
-        if reduced is None or not self.state.flat.is_owned_whole:
-            why = "are sharded" if reduced is not None else "are not reduced yet (they were accumulated inside no_sync)"
+        if self.buffer is None or not self.state.flat.is_owned_whole:
+            why = "are sharded" if self.buffer is not None else "are not reduced yet (they were accumulated inside no_sync)"
             raise NotGatheredError(
                 f"The values of the gradient of '{self.state.spec.name}' {why}. Read them inside "
                 "`with shardwise.gathered(model):` on all ranks. Norms and in-place scaling work anywhere."
             )
+        values = self.buffer.values  # What users do to them in place must reach them.
         usable = self.usable()
-        return reduced.view(self.shape) if usable is None else usable.view(self.shape)
+        return values.view(self.shape) if usable is None else usable.view(self.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradFace('{self.state.spec.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -134,8 +160,8 @@ def _scale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         return face
     face.settle()
-    for part in face.parts():
-        func(part, *_on(part.device, others), **kwargs)
+    kept = _own(others)
+    face.change(lambda part: func(part, *_on(part.device, kept), **kwargs))
     face.state.host.grads_changed()
     return face
 
@@ -145,15 +171,19 @@ def _on(device: torch.device, values: Sequence[Any]) -> list[Any]:
     return [value.to(device) if isinstance(value, torch.Tensor) else value for value in values]
 
 
+def _own(values: Sequence[Any]) -> list[Any]:
+    """Numbers that came as tensors, in tensors that nobody else changes: they may be used later."""
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+
+
 def _scale_face(face: GradFace, factor: Any, is_division: bool) -> bool:
     """Scale a gradient of few bits by noting the factor; what is still being accumulated is scaled in place."""
     if not face.scale_later(1.0 / factor if is_division else factor):
         return False
-    reduced = face.reduced
-    for part in face.parts():
-        if part is not reduced and (reduced is None or part.data_ptr() != reduced.data_ptr()):
-            (factor,) = _on(part.device, [factor])
-            part.mul_(1.0 / factor if is_division else factor)
+    local = face.local
+    if local is not None:
+        (factor,) = _on(local.device, [factor])
+        local.mul_(1.0 / factor if is_division else factor)
     return True
 
 
@@ -168,9 +198,16 @@ def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         elif not (is_scaling and _scale_face(face, args[1], is_division)):
             face.settle()
             parts.extend(face.parts())
+            if face.buffer is not None and face.is_on_disk:
+                face.buffer.change(face.state.piece, _each(func, _own(args[1:]), kwargs))
             face.state.host.grads_changed()
     for device in {part.device for part in parts}:
         func([part for part in parts if part.device == device], *_on(device, args[1:]), **kwargs)
+
+
+def _each(func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Change:
+    """What a foreach function does to one tensor."""
+    return lambda part: func([part], *_on(part.device, others), **kwargs)
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -199,9 +236,13 @@ def _unscale(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             found_inf.fill_(1.0)
         if _scale_face(grad, inverse_scale.reshape(()), is_division=False):
             continue
-        for part in grad.parts():
-            scale = inverse_scale.to(part.device)
-            part.mul_(scale.to(part.dtype) if part.dtype == torch.float64 else scale)
+        kept = inverse_scale.clone()
+
+        def scale(part: torch.Tensor, kept: torch.Tensor = kept) -> None:
+            factor = kept.to(part.device)
+            part.mul_(factor.to(part.dtype) if part.dtype == torch.float64 else factor)
+
+        grad.change(scale)
         grad.state.host.grads_changed()
 
 
@@ -214,8 +255,7 @@ def _zero(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
     face: GradFace = args[0]
     if face.buffer is not None:
         face.buffer.factors.pop(face.state.index, None)  # It may be nan: nothing times nan is not nothing.
-    for part in face.parts():
-        part.zero_()
+    face.change(torch.Tensor.zero_)
     face.state.host.grads_changed()
     return face
 
@@ -284,9 +324,10 @@ def assign_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     whole = state.spec.view(value.new_zeros(state.flat.layout.numel))
     whole.copy_(value.detach())
     low, high = state.piece.start, state.piece.stop
-    if face.reduced is not None and state.piece.numel:
+    reduced = face.reduced
+    if reduced is not None and state.piece.numel:
         flat_values = whole.as_strided((state.spec.numel,), (1,), whole.storage_offset())
-        face.reduced.copy_(flat_values[low - state.spec.offset : high - state.spec.offset].view_as(face.reduced))
+        reduced.copy_(flat_values[low - state.spec.offset : high - state.spec.offset].view_as(reduced))
     state.segment.grad = face
     state.host.grads_changed()
 

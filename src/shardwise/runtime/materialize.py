@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -10,22 +10,25 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
-from shardwise.core.ledger import Tier
+from shardwise.core.ledger import Kind, Tier
 from shardwise.core.plan import StateKind
-from shardwise.core.rest import rests_of
+from shardwise.core.rest import Rest
 from shardwise.core.unit import ParamSpec, Unit
 from shardwise.runtime.engine import Setup
+from shardwise.runtime.offload import DiskTier, Line
 
 
 @dataclass
 class Initial:
     """What a model on the meta device was given.
 
-    ``parts`` has, by parameter name, this rank's part of the values in the order of memory; ``replaced`` the parameters on the
+    ``parts`` has, by parameter name, this rank's part of the values in the order of memory; ``lines``, by the name of a flat buffer,
+    those that went to disk at once; ``replaced`` the parameters on the
     meta device, which optimizers may hold, with those that took their places.
     """
 
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
     replaced: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
 
 
@@ -46,7 +49,14 @@ def check_meta(model: nn.Module) -> None:
             )
 
 
-def materialize(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.device) -> Initial:
+def materialize(
+    model: nn.Module,
+    units: Sequence[Unit],
+    setup: Setup,
+    device: torch.device,
+    rests: Mapping[str, Rest],
+    disk: DiskTier | None,
+) -> Initial:
     """Call ``reset_parameters`` of each module in order, and keep this rank's part of what it drew.
 
     The numbers come from the plan's own seed, so they are the same on all ranks and at every stage; the global generator is
@@ -54,7 +64,6 @@ def materialize(model: nn.Module, units: Sequence[Unit], setup: Setup, device: t
     """
     initial = Initial()
     bounds = {param.name: _part_of(param, unit, setup) for unit in units for param in unit.params}
-    rests = rests_of(units, setup.plan)
     away = {
         param.name
         for unit in units
@@ -62,6 +71,7 @@ def materialize(model: nn.Module, units: Sequence[Unit], setup: Setup, device: t
         if rests[flat.name].master is not Tier.DEVICE
         for param in flat.params
     }
+    on_disk = {} if disk is None else _make_lines(model, units, setup, rests, disk, initial)
     specs = {name: param for unit in units for param in unit.params for name in param.names}
     done: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -75,11 +85,33 @@ def materialize(model: nn.Module, units: Sequence[Unit], setup: Setup, device: t
             for attribute, param in owned.items():
                 spec = specs.get(prefix + attribute)
                 if spec is not None:
-                    part = _cut(param, spec, bounds[spec.name])
-                    initial.parts[spec.name] = part.cpu() if spec.name in away else part
+                    if spec.name in on_disk:
+                        line, at, edges = on_disk[spec.name]
+                        line.set(_cut(param, spec, edges), at)
+                    else:
+                        part = _cut(param, spec, bounds[spec.name])
+                        initial.parts[spec.name] = part.cpu() if spec.name in away else part
                     # Keep the form only: the next module needs the memory.
                     param.data = param.data.new_zeros(()).expand(spec.shape)
     return initial
+
+
+def _make_lines(
+    model: nn.Module, units: Sequence[Unit], setup: Setup, rests: Mapping[str, Rest], disk: DiskTier, initial: Initial
+) -> dict[str, tuple[Line, int, tuple[int, int]]]:
+    """Places on disk for parameters that are nowhere else: by name, the line, where in it they begin, and which elements go there."""
+    found = {}
+    for flat in (flat for unit in units for flat in unit.flats if rests[flat.name].param is Tier.DISK):
+        if not all(model.get_parameter(param.name).is_meta for param in flat.params):
+            continue
+        layout = flat.layout(setup.layout_kind, num_ranks=setup.lanes.size, weights=setup.plan.weights)
+        low, high = layout.bounds(setup.lanes.rank) if StateKind.OPTIM in setup.plan.sharded else (0, layout.numel)
+        line = Line(disk, high - low, flat.dtype, f"parameters of {flat.name}", Kind.PARAM)
+        initial.lines[flat.name] = line
+        for piece in flat.segments((low, high)):
+            offset, at = piece.param.offset, piece.start - low if piece.numel else 0
+            found[piece.param.name] = (line, at, (piece.start - offset, piece.start - offset + piece.numel))
+    return found
 
 
 def _allocate(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.core.errors import UsageError
+from shardwise.core.errors import OffloadError, UsageError
 from shardwise.core.ledger import Kind
 from shardwise.runtime.executor import Executor
-from shardwise.runtime.flat import FlatState, ParamState, carry_attributes, lies_at
+from shardwise.runtime.flat import FlatState, ParamState, carry_attributes, lies_at, piece_shape
 from shardwise.runtime.grads import GradFace, assign_grad
 
 
@@ -21,7 +21,8 @@ class Opened:
     def __init__(self, flat: FlatState, executor: Executor) -> None:
         self.flat = flat
         self._executor = executor
-        self._is_borrowed = not (flat.is_aliased or (flat.is_owned_whole and flat.master.device == flat.device))
+        is_at_hand = flat.is_owned_whole and flat.line is None and flat.master.device == flat.device
+        self._is_borrowed = not (flat.is_aliased or is_at_hand)
         self.values = self._gather_values()
         self._checksum = checksum(self.values)
         self._foreign: list[tuple[ParamState, torch.Tensor]] = []
@@ -40,10 +41,19 @@ class Opened:
         if not self._is_borrowed:
             return flat.master
         values = self._executor.pool.take(flat.layout.numel, flat.precision.master, flat.device, Kind.GATHERED)
-        values[slice(*flat.bounds)] = flat.master
+        try:
+            values[slice(*flat.bounds)] = flat.read_part(*flat.bounds)
+        except OffloadError as error:
+            # Peers wait for them, and are told when all are open.
+            self._note(error)
+            values[slice(*flat.bounds)] = flat.master
         if not flat.is_owned_whole:
             self._gather(values, "values")
         return values
+
+    def _note(self, error: OffloadError) -> None:
+        if self._executor.disk is not None:
+            self._executor.disk.fail(error)
 
     def _gather_grads(self) -> torch.Tensor | None:
         """Full reduced gradients in the dtype of the parameters, or None if there are none."""
@@ -101,9 +111,11 @@ class Opened:
         flat = self.flat
         self._executor.before_change()
         with torch.no_grad():
-            if self._is_borrowed:
-                flat.master.copy_(self.values[slice(*flat.bounds)])
-                flat.publish()
+            if self._is_borrowed and (flat.line is None or flat.line.tier.failure is None):
+                try:
+                    flat.write_part(self.values[slice(*flat.bounds)], flat.bounds[0])
+                except OffloadError as error:
+                    self._note(error)
             if flat.full is not None and not flat.is_aliased:
                 flat.full.copy_(self.values)
 
@@ -137,13 +149,15 @@ class Opened:
         if grad is None:
             if isinstance(held, GradFace):
                 state.segment.grad = None
-        elif isinstance(held, GradFace) and held.reduced is not None and state.piece.numel:
+        elif isinstance(held, GradFace) and held.buffer is not None and state.piece.numel:
             line = grad.as_strided((state.spec.numel,), (1,)) if grad.stride() == state.spec.stride else None
             part = grad if state.piece.is_whole else _part(grad if line is None else line, state)
-            part, usable = part.view(held.reduced.shape), held.usable()
-            if held.buffer is not None and (usable is None or not torch.equal(part, usable)):
+            part, usable = part.view(piece_shape(state.piece)), held.usable()
+            if usable is None or not torch.equal(part, usable):
                 held.buffer.factors.pop(state.index, None)
-                held.reduced.copy_(part)
+                reduced = held.reduced
+                if reduced is not None:
+                    reduced.copy_(part)
         elif held is None:
             assign_grad(state.compute, grad)
 

@@ -22,7 +22,8 @@ from shardwise.devices import torch_private
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import ParamState, slice_of, state_of
 from shardwise.runtime.grads import GradFace
-from shardwise.runtime.turns import GroupsByTurn, is_at_hand, turns_of
+from shardwise.runtime.state_lines import StateLines, is_form
+from shardwise.runtime.turns import GroupsByTurn, OptimizerState, is_at_hand, turns_of
 
 _WHOLE = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Muon", "Adafactor")) if cls is not None)
 _ONE_STATE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Muon)
@@ -39,6 +40,7 @@ class Binding:
         """The optimizer's own groups, while it goes through them by turns."""
         self.touched: list[ParamState] = []
         self.hooks: list[Any] = []
+        self.lines = StateLines()
 
 
 _BINDINGS: WeakKeyDictionary[Optimizer, Binding] = WeakKeyDictionary()
@@ -106,9 +108,9 @@ def _cut_state(values: dict[str, Any], state: ParamState) -> dict[str, Any]:
     return cut
 
 
-def is_per_element(key: str, value: Any, state: ParamState) -> bool:
-    """Whether a value that an optimizer holds for a segment has one number for each of its elements."""
-    return isinstance(value, torch.Tensor) and value.shape == state.segment.shape and key != "step"
+def lines_of(optimizer: Optimizer) -> StateLines:
+    """What of an optimizer's state rests on disk."""
+    return _BINDINGS.setdefault(optimizer, Binding()).lines
 
 
 def states_of(optimizer: Optimizer) -> list[ParamState]:
@@ -202,7 +204,8 @@ def _take_turns(optimizer: Optimizer, binding: Binding) -> None:
         return
     binding.groups = optimizer.param_groups
     known = {id(state.segment) for state in states}
-    optimizer.param_groups = GroupsByTurn(binding.groups, lambda: iter(turns_of(states)), known)
+    held = OptimizerState(optimizer.state, binding.lines)
+    optimizer.param_groups = GroupsByTurn(binding.groups, lambda: iter(turns_of(states, held)), known)
 
 
 def _give_groups_back(optimizer: Optimizer, binding: Binding) -> None:
@@ -229,8 +232,8 @@ def state_bytes(optimizer: Optimizer) -> Counter[str]:
     found: Counter[str] = Counter()
     for values in optimizer.state.values():
         for value in values.values():
-            # Counters of steps are on the host wherever the state is.
-            if isinstance(value, torch.Tensor):
+            # Counters of steps are on the host wherever the state is. Lines on disk are booked where they are made.
+            if isinstance(value, torch.Tensor) and not is_form(value):
                 found[value.device.type] += value.numel() * value.element_size()
     return found
 

@@ -11,7 +11,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.unit import Segment
 from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import FlatState, ParamState, Precision, lies_at
+from shardwise.runtime.flat import HOST, FlatState, ParamState, Precision, lies_at, nothing_of, put_on_disk
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.parameter import point_away, point_to
 
@@ -61,12 +61,12 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
             state.spec.view(whole).copy_(state.compute.data)
         flat.full, flat.master = whole, whole[slice(*flat.bounds)]
     else:
-        flat.master = flat.master.to(dtype)
+        _recast_master(flat, dtype)
     params = tuple(replace(param, dtype=dtype) for param in flat.spec.params)
     flat.spec = replace(flat.spec, dtype=dtype, params=params)
     flat.precision = Precision.of(flat.spec, plan)
     if flat.shard is not None:
-        flat.shard = flat.master.to(flat.precision.compute).to(flat.device)
+        flat.shard = flat.read_part(*flat.bounds).to(flat.precision.compute).to(flat.device)
     if flat.full is not None and not flat.is_aliased:
         flat.full = flat.full.to(flat.precision.compute)
     for state, spec in zip(flat.params, params, strict=True):
@@ -82,3 +82,12 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
         point_to(flat, flat.full)
     else:
         point_away(flat)
+
+
+def _recast_master(flat: FlatState, dtype: torch.dtype) -> None:
+    values = flat.read_part(*flat.bounds).to(dtype)
+    if flat.line is None:
+        flat.master = values
+    else:
+        flat.line = put_on_disk(values, flat.line.tier, flat.spec.name)
+        flat.master = nothing_of((flat.line.numel,), dtype, HOST)

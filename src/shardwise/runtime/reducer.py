@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.core.ledger import Kind
+from shardwise.core.layout import ALIGNMENT
+from shardwise.core.ledger import Kind, Tier
 from shardwise.core.plan import StateKind
 from shardwise.core.tree import Tree
 from shardwise.devices import torch_private
+from shardwise.runtime import exact
 from shardwise.runtime.executor import Executor, UnitState
-from shardwise.runtime.flat import FlatState, GradBuffer, ParamState
+from shardwise.runtime.flat import FlatState, ParamState
+from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.reduce import Reduction, begin_reduction, needs_room
 from shardwise.wire.comm import Handle, Receipt
@@ -63,6 +66,7 @@ class Reducer:
         self._regathers: list[tuple[str, Handle]] = []
         self._receipts: list[Receipt] = []
         self._completed: list[_Completed] = []
+        self._squares: dict[FlatState, torch.Tensor] = {}
         self.is_steady = False
         """Whether all ranks went the same way in the last step: then nobody is waited for who waits for this rank."""
         self.num_issued: Counter[str] = Counter()
@@ -210,7 +214,8 @@ class Reducer:
             values = item.local if is_kept or is_lean else self._take(flat, high - low, Kind.GRAD)
             self._executor.note_activations()
             # Where memory goes before time, the digest takes the squares from the gradients, when there is more of it again.
-            squares = reduction.add_up(values[low:high] if is_kept or is_lean else values, with_squares=not is_lean)
+            with_squares = not is_lean and flat.rest.grad is not Tier.DISK
+            squares = reduction.add_up(values[low:high] if is_kept or is_lean else values, with_squares=with_squares)
             self._executor.record("reduce", item.name, reduction.handle, reduction.waited_seconds)
             self._free_room(reduction)
             if is_lean and not is_kept:
@@ -238,16 +243,38 @@ class Reducer:
     def _bring_to_rest(self, item: _Completed) -> None:
         """Let reduced gradients go where they rest, if that is not on the device: this rank's part of them."""
         flat, before = item.flat, item.buffer
-        if before.values.device == flat.grad_device:
-            return
-        low, high = flat.bounds
-        values = self._executor.pool.take(high - low, flat.precision.reduce, flat.grad_device, Kind.GRAD)
-        values.copy_(before.values[low - before.start : high - before.start])
-        item.buffer = GradBuffer(values, low, self._executor.pool)
+        if flat.rest.grad is Tier.DISK:
+            self._put_away(item)
+        elif before.held.device != flat.grad_device:
+            low, high = flat.bounds
+            values = self._executor.pool.take(high - low, flat.precision.reduce, flat.grad_device, Kind.GRAD)
+            values.copy_(before.held[low - before.start : high - before.start])
+            item.buffer = GradBuffer(values, low, self._executor.pool)
+
+    def _put_away(self, item: _Completed) -> None:
+        """Let reduced gradients go to disk; the squares for the digest are taken on the way."""
+
+        def look(values: torch.Tensor) -> None:
+            low, high = (edge - item.buffer.start for edge in item.flat.layout.bounds(self._executor.lanes.rank))
+            item.squares = self._room_for_squares(item.flat).copy_(exact.block_sums(values[low:high], 2.0))
+
+        if self._executor.disk is not None:
+            label = f"gradients of {item.flat.spec.name}"
+            item.buffer.put_away(self._executor.disk, label, look if item.squares is None else None)
+
+    def _room_for_squares(self, flat: FlatState) -> torch.Tensor:
+        """Memory that stays: squares that came between gradients would keep the heap from using the room of one for the next."""
+        if not self._squares:
+            for each in self._executor.flats:
+                num_blocks = each.layout.sizes[self._executor.lanes.rank] // ALIGNMENT
+                dtype = exact.accumulation_dtype(each.precision.reduce)
+                self._squares[each] = torch.empty(num_blocks if each.rest.grad is Tier.DISK else 0, dtype=dtype)
+        return self._squares[flat]
 
     def _is_kept_whole(self, item: _InFlight) -> bool:
-        """Whether the local buffer goes on as that of the reduced gradients."""
-        is_sharded = StateKind.GRAD in self._executor.plan.sharded
+        """Whether the local buffer goes on as that of the reduced gradients: not where peers may read it when it goes to disk."""
+        kind = StateKind.OPTIM if item.flat.rest.grad is Tier.DISK else StateKind.GRAD
+        is_sharded = kind in self._executor.plan.sharded
         return not is_sharded or item.flat.layout.sizes[item.reduction.rank] == item.local.numel()
 
     def complete_all(self) -> None:
@@ -277,19 +304,20 @@ class Reducer:
                 squares[id(item.flat)] = item.squares
         for item in completed:
             for state in item.flat.params:
+                held = state.segment.grad
+                if held is not None:  # Of an earlier backward: also one that this backward adds nothing to.
+                    squares.pop(id(item.flat), None)
                 if not is_used(state):
                     continue
-                held = state.segment.grad
                 face = GradFace(state, item.buffer, state.segment)
-                if held is not None:
-                    squares.pop(id(item.flat), None)
-                if isinstance(held, GradFace) and held.reduced is not None and face.reduced is not None:
-                    face.reduced.add_(
-                        held.reduced if held.factor is None else held.reduced * held.factor.to(held.reduced.device)
-                    )
-                elif held is not None and not isinstance(held, GradFace) and face.reduced is not None:
-                    face.reduced.add_(held.view_as(face.reduced))
+                before = held.part if isinstance(held, GradFace) else held
+                if before is not None and face.reduced is not None:
+                    factor = held.factor if isinstance(held, GradFace) else None
+                    before = before if factor is None else before * factor.to(before.device)
+                    face.reduced.add_(before.view_as(face.reduced))
                 state.segment.grad = face
+            if item.flat.rest.grad is Tier.DISK:
+                self._put_away(item)  # Where something was added.
         self.begin_cycle()
         return squares
 

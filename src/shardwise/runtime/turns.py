@@ -6,46 +6,120 @@ alone. So the optimizer's own code runs unchanged, and never needs more than one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.core.ledger import Kind
-from shardwise.devices.pool import Pool
-from shardwise.runtime.flat import FlatState, GradBuffer, ParamState
+from shardwise.core.errors import OffloadError
+from shardwise.core.ledger import Kind, Tier
+from shardwise.runtime.flat import FlatState, ParamState
+from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.grads import GradFace
+from shardwise.runtime.offload import DiskTier, Line, Load
+from shardwise.runtime.state_lines import StateLines
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer holds of its parameters, and the lines of what rests on disk."""
+
+    values: Mapping[torch.Tensor, dict[str, Any]]
+    lines: StateLines
+
+    def of(self, state: ParamState) -> dict[str, Any]:
+        """Of one parameter."""
+        return self.values.get(state.segment, {})
 
 
 class Turn:
     """The parameters that are updated together: those of one flat buffer, or all whose state is where it is updated."""
 
-    def __init__(self, states: Sequence[ParamState], pool: Pool | None) -> None:
+    def __init__(self, states: Sequence[ParamState], held: OptimizerState | None = None) -> None:
         self.states = list(states)
         self.params = {id(state.segment) for state in states}
-        self._pool = pool
+        self._held = held
         self._flats = list({id(state.flat): state.flat for state in states}.values())
+        self._load: Load | None = None
         self._fetched: list[tuple[FlatState, torch.Tensor]] = []
         self._faces: list[tuple[ParamState, GradFace]] = []
         self._is_begun = False
 
+    @property
+    def _disk(self) -> DiskTier | None:
+        return None if self._held is None else self.states[0].host.disk
+
+    def ahead(self) -> None:
+        """Begin to read what is on disk: this turn is the next."""
+        if self._disk is not None:
+            self._disk.ahead(self._lines())
+
     def begin(self) -> None:
-        """Bring values and gradients to where the optimizer works."""
-        for flat in self._flats:
-            if flat.master.device != flat.update_device and self._pool is not None:
-                values = self._pool.take(flat.master.numel(), flat.master.dtype, flat.update_device, Kind.MASTER)
-                self._fetched.append((flat, values))
-                values.copy_(flat.master)
-                for state in flat.params:
-                    state.segment.data = state.piece.view(values, shift=flat.bounds[0])
+        """Bring values and gradients to where the optimizer works. Where they cannot be read, nothing is updated."""
+        if self._disk is not None:
+            try:
+                self._bring_from(self._disk)
+            except OffloadError as error:
+                self._disk.fail(error)
+                self._hide_grads()
+                return
+        if self._held is not None:
+            for flat in self._flats:
+                self._fetch_values(flat)
         brought: dict[int, torch.Tensor] = {}
         for state in self.states:
             held = state.segment.grad
             if isinstance(held, GradFace):
                 self._faces.append((state, held))
-                plain = _plain_grad(state, held, brought)
+                plain = _plain_grad(state, held, brought, self._load)
                 state.segment.grad = None if plain is None else plain.view_as(state.segment)
         self._is_begun = True
+
+    def _lines(self) -> list[Line]:
+        """What is on disk of all that the update needs; nothing, if there are no gradients."""
+        faces = [state.segment.grad for state in self.states if _is_here(state) and state.segment.grad is not None]
+        if not faces or self._held is None:
+            return []
+        lines = [flat.line for flat in self._flats if flat.line is not None]
+        buffers = {id(face.buffer): face.buffer for face in faces if isinstance(face, GradFace) and face.buffer is not None}
+        lines += [buffer.line for buffer in buffers.values() if buffer.line is not None]
+        return lines + [line for flat in self._flats for line in self._held.lines.of(flat)]
+
+    def _bring_from(self, disk: DiskTier) -> None:
+        if disk.failure is not None:
+            raise OffloadError(disk.failure)
+        lines = self._lines()
+        self._load = disk.load(lines) if lines else None
+        if self._load is not None and self._held is not None:
+            for state in self.states:
+                self._held.lines.bring(self._held.of(state), state, self._load)
+
+    def _hide_grads(self) -> None:
+        for state in self.states:
+            held = state.segment.grad
+            if isinstance(held, GradFace):
+                self._faces.append((state, held))
+                state.segment.grad = None
+
+    def _fetch_values(self, flat: FlatState) -> None:
+        """Let the segments of a buffer have its values, where these rest elsewhere."""
+        if flat.line is not None:
+            if self._load is None or flat.line not in self._load.lines:
+                return
+            source = self._load.view(flat.line)
+        else:
+            source = flat.master
+        if source.device != flat.update_device:
+            values = flat.params[0].host.pool.take(source.numel(), source.dtype, flat.update_device, Kind.MASTER)
+            self._fetched.append((flat, values))
+            values.copy_(source)
+        elif flat.line is not None:
+            values = source
+        else:
+            return
+        for state in flat.params:
+            state.segment.data = state.piece.view(values, shift=flat.bounds[0])
 
     def end(self) -> None:
         """Put back what was changed, and let the device have it."""
@@ -54,17 +128,38 @@ class Turn:
             if state.segment.grad is not None or not _is_here(state) or not self._is_begun:
                 state.segment.grad = face
         self._faces.clear()
-        for flat, values in self._fetched:
+        load, self._load = self._load, None
+        while self._fetched:
+            flat, values = self._fetched.pop()
             if self._is_begun:
-                flat.master.copy_(values)
+                (flat.master if load is None or flat.line is None else load.view(flat.line)).copy_(values)
             for state in flat.params:
                 state.segment.data = flat.resting_segment(state.piece)
-        while self._fetched:
-            _, values = self._fetched.pop()
-            if self._pool is not None:
-                self._pool.give(values, Kind.MASTER)
+            flat.params[0].host.pool.give(values, Kind.MASTER)
         for flat in self._flats:
-            flat.publish()
+            if flat.line is None:
+                flat.publish()
+            elif load is not None and flat.line in load.lines:
+                flat.publish(load.view(flat.line))
+                for state in flat.params:
+                    state.segment.data = flat.resting_segment(state.piece)
+        if self._disk is not None:
+            self._put_back(self._disk, load)
+
+    def _put_back(self, disk: DiskTier, load: Load | None) -> None:
+        """Let what was changed go to disk, beside what comes next."""
+        held = self._held
+        if held is None:
+            return
+        lines = [flat.line for flat in self._flats if flat.line is not None]
+        lines += [line for flat in self._flats for line in held.lines.of(flat)]
+        for state in self.states if self._is_begun or load is not None else ():
+            try:
+                held.lines.put(held.of(state), state, load)
+            except OffloadError as error:
+                disk.fail(error)
+        if load is not None:
+            load.write([line for line in lines if line in load.lines] if self._is_begun else [])
 
 
 def _is_here(state: ParamState) -> bool:
@@ -72,14 +167,19 @@ def _is_here(state: ParamState) -> bool:
     return state.piece.numel > 0 or state.spec.numel == 0
 
 
-def _plain_grad(state: ParamState, face: GradFace, brought: dict[int, torch.Tensor]) -> torch.Tensor | None:
+def _plain_grad(state: ParamState, face: GradFace, brought: dict[int, torch.Tensor], load: Load | None) -> torch.Tensor | None:
     """This rank's part of a gradient, where the optimizer works: one copy for all of a buffer."""
     if face.buffer is None or not _is_here(state):
         return None
     buffer: GradBuffer = face.buffer
     low, high = state.flat.bounds
     if id(buffer) not in brought:
-        owned = buffer.values[low - buffer.start : high - buffer.start]
+        if load is not None and buffer.line is not None and buffer.line in load.lines:
+            values = load.view(buffer.line)
+            buffer.catch_up(values, buffer.start)
+            owned = values[low - buffer.start : high - buffer.start]
+        else:
+            owned = buffer.read(low, high)
         brought[id(buffer)] = owned.to(state.flat.update_device)
     values = state.piece.view(brought[id(buffer)], shift=low).to(state.spec.dtype)
     return values if face.factor is None else values * face.factor.to(values.device)
@@ -99,10 +199,13 @@ class GroupsByTurn(list[dict[str, Any]]):
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         is_begun = [False] * len(groups)
         try:
-            for turn in (None, *self._turns()):
+            turns = [*self._turns()]
+            for turn, following in zip([None, *turns], [*turns, None], strict=True):
                 try:
                     if turn is not None:
                         turn.begin()
+                    if following is not None:
+                        following.ahead()
                     for at, group in enumerate(groups):
                         mine = [param for param in params[at] if self._is_of(param, turn)]
                         if not mine and (turn is not None or params[at]):
@@ -125,18 +228,19 @@ class GroupsByTurn(list[dict[str, Any]]):
         return id(param) not in self._known if turn is None else id(param) in turn.params
 
 
-def turns_of(states: Sequence[ParamState]) -> list[Turn]:
+def turns_of(states: Sequence[ParamState], held: OptimizerState) -> list[Turn]:
     """All that is at hand in one turn, and then buffer by buffer what must be brought."""
     by_flat: dict[int, list[ParamState]] = {}
     for state in states:
         by_flat.setdefault(id(state.flat), []).append(state)
     at_hand = [members for members in by_flat.values() if is_at_hand(members[0].flat)]
     away = [members for members in by_flat.values() if not is_at_hand(members[0].flat)]
-    turns = [Turn([state for members in at_hand for state in members], None)] if at_hand else []
-    return turns + [Turn(members, members[0].host.pool) for members in away]
+    turns = [Turn([state for members in at_hand for state in members])] if at_hand else []
+    return turns + [Turn(members, held) for members in away]
 
 
 def is_at_hand(flat: FlatState) -> bool:
     """Whether a buffer is updated where all of its state is, with no copy elsewhere."""
     is_there = flat.master.device == flat.update_device == flat.grad_device
-    return is_there and flat.shard is None
+    is_on_disk = flat.line is not None or Tier.DISK in (flat.rest.optim, flat.rest.grad)
+    return is_there and flat.shard is None and not is_on_disk

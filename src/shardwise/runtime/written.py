@@ -19,12 +19,12 @@ def keep_written(state: ParamState) -> None:
     state.version, state.is_handed_out = version, False
     if flat.is_aliased or not state.piece.numel:
         return
-    target = flat.segment_view(state.piece)
-    part = slice_of(state.compute.detach(), state, target).to(target.device)
-    is_changed = part.to(flat.precision.compute) != target.to(flat.precision.compute)
+    before = state.piece.view(flat.read_part(state.piece.start, state.piece.stop), shift=state.piece.start)
+    part = slice_of(state.compute.detach(), state, before).to(before.device)
+    is_changed = part.to(flat.precision.compute) != before.to(flat.precision.compute)
     if bool(is_changed.any()):
-        target.copy_(torch.where(is_changed, part.to(target.dtype), target))
-        flat.publish()
+        with flat.part_at_hand(state.piece) as target:
+            target.copy_(torch.where(is_changed, part.to(target.dtype), target))
 
 
 def check_version(flat: FlatState, offset: int, version: int) -> None:

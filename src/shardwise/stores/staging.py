@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import NamedTuple
@@ -27,8 +27,13 @@ class _Lent(NamedTuple):
 class _Promise(NamedTuple):
     """A buffer that comes back by itself."""
 
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
     offset: int
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is under way any more."""
+        return all(ticket.is_done for ticket in self.tickets)
 
 
 @dataclass(frozen=True)
@@ -111,20 +116,29 @@ class Staging:
             UsageError: It does not fit, and nothing that was promised will change that.
         """
         with self._lock:
-            arena = self._open_arena()
+            buffer = self.take_at_once(num_bytes)
             room_bytes = round_up(num_bytes)
-            if room_bytes < 0:
-                raise UsageError(f"A buffer cannot have {num_bytes} bytes.")
-            if room_bytes > arena.nbytes:
+            if buffer is None and room_bytes > self._open_arena().nbytes:
                 raise UsageError(
                     f"A buffer of {format_bytes(room_bytes)} ({room_bytes} bytes) is needed between disk and memory, but the budget "
                     f"for staging is {format_bytes(self.budget_bytes)}. Raise it to {room_bytes} bytes at least."
                 )
+            while buffer is None:
+                self._wait_for_promise(room_bytes)
+                buffer = self.take_at_once(num_bytes)
+            return buffer
+
+    def take_at_once(self, num_bytes: int) -> torch.Tensor | None:
+        """A buffer with whatever values, or None if it does not fit now."""
+        with self._lock:
+            arena = self._open_arena()
+            room_bytes = round_up(num_bytes)
+            if room_bytes < 0:
+                raise UsageError(f"A buffer cannot have {num_bytes} bytes.")
             self._collect()
             offset = self._free.take(room_bytes)
-            while offset is None:
-                self._wait_for_promise(room_bytes)
-                offset = self._free.take(room_bytes)
+            if offset is None:
+                return None
             if room_bytes:
                 self._lent[offset] = _Lent(num_bytes, room_bytes)
                 self._touched_bytes = max(self._touched_bytes, offset + room_bytes)
@@ -141,7 +155,7 @@ class Staging:
                 f"Raise the budget to {self.budget_bytes + room_bytes} bytes, or give buffers back first."
             )
         # Those that failed come back as well: whoever holds the ticket, or reads what was written, is told.
-        self._wait_seconds += self._promises[0].ticket.join()
+        self._wait_seconds += sum(ticket.join() for ticket in self._promises[0].tickets)
         self._collect()
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -150,11 +164,12 @@ class Staging:
             if buffer.nbytes and self._arena is not None:
                 self._give(self._offset_of(buffer, self._arena))
 
-    def give_when(self, ticket: Ticket, buffer: torch.Tensor) -> None:
-        """Promise that a buffer comes back as soon as a ticket is done; nobody else gives it back then."""
+    def give_when(self, tickets: Ticket | Sequence[Ticket], buffer: torch.Tensor) -> None:
+        """Promise that a buffer comes back as soon as all tickets are done; nobody else gives it back then."""
+        tickets = (tickets,) if isinstance(tickets, Ticket) else tuple(tickets)
         with self._lock:
             if buffer.nbytes and self._arena is not None:
-                self._promises.append(_Promise(ticket, self._offset_of(buffer, self._arena)))
+                self._promises.append(_Promise(tickets, self._offset_of(buffer, self._arena)))
 
     def close(self) -> None:
         """Let the memory go. Buffers that are still lent keep it until nobody holds them, and need not be given back."""
@@ -182,7 +197,7 @@ class Staging:
 
     def _collect(self) -> None:
         """Take back what was promised and is done."""
-        done = [promise for promise in self._promises if promise.ticket.is_done]
+        done = [promise for promise in self._promises if promise.is_done]
         for promise in done:
             self._promises.remove(promise)
             self._give(promise.offset)

@@ -10,8 +10,8 @@ from torch import nn
 from shardwise.core.errors import PlanError
 from shardwise.core.footprint import advice, footprint
 from shardwise.core.ledger import Tier
-from shardwise.core.plan import GRAD, OPTIM, PARAM, Plan
-from shardwise.core.rest import Rest, rests_of
+from shardwise.core.plan import GRAD, OPTIM, PARAM, Plan, StateKind
+from shardwise.core.rest import rests_of
 from shardwise.core.unit import Unit, find_units
 
 NUM_PARAMS = 8 * 64 * 64
@@ -40,9 +40,20 @@ def test_all_and_nothing() -> None:
 
 
 def test_an_optimizer_off_the_device_keeps_the_values_that_it_updates() -> None:
-    assert Rest(optim=Tier.HOST).master is Tier.HOST
-    assert Rest(param=Tier.HOST).master is Tier.HOST
-    assert Rest(grad=Tier.HOST).master is Tier.DEVICE
+    def master(tiers: dict[StateKind, str], *, is_on_host: bool = False) -> set[Tier]:
+        return {rest.master for rest in rests_of(UNITS, Plan(tiers=tiers), is_on_host=is_on_host).values()}
+
+    assert master({OPTIM: "host"}) == {Tier.HOST}
+    assert master({PARAM: "host"}) == {Tier.HOST}
+    assert master({GRAD: "host"}) == {Tier.DEVICE}
+    assert master({OPTIM: "disk"}) == {Tier.DISK}
+    assert master({OPTIM: "host", PARAM: "disk"}) == {Tier.DISK}
+
+
+def test_on_the_cpu_an_optimizer_on_disk_reaches_the_parameters_where_they_are() -> None:
+    for param in ("device", "disk"):
+        rests = rests_of(UNITS, Plan(tiers={OPTIM: "disk", PARAM: param}), is_on_host=True)
+        assert {rest.master.value for rest in rests.values()} == {param}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -75,6 +86,8 @@ def test_advice_names_the_least_change_that_fits() -> None:
         ({"tiers": "host"}, "such as"),
         ({"fraction": 1.5}, "from 0 to 1"),
         ({"fraction": "half"}, "must be a number"),
+        ({"staging_bytes": 0}, "1 or more"),
+        ({"folder": 3}, "path of a folder"),
     ],
 )
 def test_wrong_tiers_are_refused(wrong: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwise.core.unit import FlatSpec, ParamSpec, Unit
 
 SHORT = {
     Verb.GATHER: "gather", Verb.RELEASE: "release", Verb.REDUCE: "reduce", Verb.GATHER_GRAD: "regather",
-    Verb.DIGEST: "digest", Verb.UPDATE: "update",
+    Verb.DIGEST: "digest", Verb.UPDATE: "update", Verb.FETCH: "fetch",
 }  # fmt: skip
 POINTS = {Point.PRE_FORWARD: "<", Point.POST_FORWARD: ">", Point.PRE_BACKWARD: "(", Point.POST_BACKWARD: ")"}
 
@@ -48,7 +49,7 @@ UNITS = [unit("a"), unit("b"), unit("c")]
 UPDATES = [": digest", "a: update a", "b: update b", "c: update c"]
 
 
-def schedule_at(stage: int, prefetch: int = 0, **changes: bool) -> list[str]:
+def schedule_at(stage: int, prefetch: int = 0, **changes: Any) -> list[str]:
     return written(build_schedule(UNITS, Plan(stage=stage, prefetch=prefetch, **changes), FLAT))
 
 
@@ -82,6 +83,22 @@ def test_prefetch_gathers_ahead_once() -> None:
         == schedule_at(3, prefetch=9)[:2]
         == ["<a: gather a, gather b, gather c", ">a: release a"]
     )
+
+
+def test_what_is_on_disk_is_read_one_opening_before_its_gather() -> None:
+    tiers = {"param": "disk"}
+    assert schedule_at(3, tiers=tiers) == [
+        "<a: gather a, fetch b", ">a: release a", "<b: gather b, fetch c", ">b: release b", "<c: gather c",
+        "(c: fetch b", ")c: reduce c, release c", "(b: gather b, fetch a", ")b: reduce b, release b",
+        "(a: gather a", ")a: reduce a, release a", *UPDATES,
+    ]  # fmt: skip
+    assert schedule_at(3, prefetch=1, tiers=tiers)[:3] == ["<a: gather a, gather b, fetch c", ">a: release a", "<b: gather c"]
+    kept = [build_schedule(UNITS, Plan(stage=3, prefetch=0, tiers=held), FLAT).kept_units for held in (tiers, {})]
+    assert kept[0] == kept[1] == {"c"}
+    # Gathers are the same at stage 0, where this rank alone reads; of a fraction, only what rests there is read.
+    assert schedule_at(0, tiers=tiers)[0] == "<a: gather a, fetch b"
+    assert schedule_at(3, tiers=tiers, fraction=0.4)[0] == "<a: gather a, fetch b"
+    assert schedule_at(3, tiers={"optim": "disk"}) == schedule_at(3)
 
 
 def test_what_stays_gathered_is_not_gathered_again() -> None:

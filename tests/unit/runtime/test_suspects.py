@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.ledger import Ledger
 from shardwise.devices.pool import Pool
-from shardwise.runtime.flat import GradBuffer
+from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.suspects import Suspects
 
 
@@ -40,7 +40,7 @@ def test_a_part_of_shardwise_is_named_where_nothing_else_is_found() -> None:
     suspects.look()
     kept = [GradBuffer(torch.zeros(1000), 0, pool) for _ in range(8)]
     owner = suspects.owner(0)
-    assert owner is not None and "attribute 'values' of a GradBuffer" in owner
+    assert owner is not None and "attribute 'held' of a GradBuffer" in owner
     kept.clear()
 
 

@@ -76,6 +76,21 @@ def test_a_request_waits_for_what_was_promised() -> None:
     assert staging.live_bytes == 2 * BLOCK_BYTES
 
 
+def test_a_buffer_comes_back_when_all_that_was_asked_of_it_is_done() -> None:
+    staging = Staging(2 * BLOCK_BYTES)
+    buffer = staging.take(BLOCK_BYTES)
+    tickets = [Ticket(buffer), Ticket(buffer)]
+    staging.give_when(tickets, buffer)
+    tickets[1].finish()
+    assert staging.live_bytes == BLOCK_BYTES
+    assert staging.take_at_once(2 * BLOCK_BYTES) is None
+    tickets[0].finish()
+    whole = staging.take_at_once(2 * BLOCK_BYTES)
+    assert whole is not None
+    staging.give_when([], whole)
+    assert staging.live_bytes == 0
+
+
 def test_a_request_that_cannot_be_served_is_refused() -> None:
     staging = Staging(4 * BLOCK_BYTES)
     with pytest.raises(UsageError, match=r"20 KiB .* budget for staging is 16 KiB\. Raise it to 20480 bytes at least"):

@@ -1,0 +1,92 @@
+"""What a plan needs of the disk tier on one rank, and how the ranks open it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shardwise.core.errors import OffloadError, PlanError
+from shardwise.core.ledger import Tier
+from shardwise.core.plan import Plan, StateKind
+from shardwise.core.rest import rests_of
+from shardwise.core.sizes import format_bytes
+from shardwise.core.unit import Unit
+from shardwise.runtime.engine import Setup
+from shardwise.runtime.flat import Precision
+from shardwise.runtime.offload import LOADS_AT_ONCE
+from shardwise.stores.disk import DiskStore
+from shardwise.stores.ranges import round_up
+from shardwise.wire.comm import Lanes, gather_bytes
+
+DEFAULT_FOLDER = "shardwise-offload"
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes on disk, and the most that must be in memory at once to update a flat buffer; of the rank that needs the most."""
+
+    file_bytes: int
+    load_bytes: int
+
+
+def need_of(units: Sequence[Unit], setup: Setup, device: torch.device, num_states: int) -> DiskNeed:
+    """What rests on disk. Numbers that optimizers keep for each element are not known before their first step: ``num_states``."""
+    plan, num_ranks = setup.plan, setup.lanes.size
+    rests = rests_of(units, plan, is_on_host=device.type == "cpu")
+    file_bytes, load_bytes = [0] * num_ranks, 0
+    for flat in (flat for unit in units for flat in unit.flats):
+        rest, precision = rests[flat.name], Precision.of(flat, plan)
+        layout = flat.layout(setup.layout_kind, num_ranks=num_ranks, weights=plan.weights)
+        sizes = layout.sizes if StateKind.OPTIM in plan.sharded else (layout.numel,) * num_ranks
+        for rank, numel in enumerate(sizes):
+            lines = [numel * precision.master.itemsize] * (rest.master is Tier.DISK)
+            if flat.trainable:
+                lines += [numel * precision.reduce.itemsize] * (rest.grad is Tier.DISK)
+                lines += [numel * precision.master.itemsize] * (num_states if rest.optim is Tier.DISK else 0)
+            num_bytes = sum(map(round_up, lines))
+            file_bytes[rank] += num_bytes
+            load_bytes = max(load_bytes, num_bytes)
+    return DiskNeed(max(file_bytes), load_bytes)
+
+
+def open_disk(setup: Setup, units: Sequence[Unit], device: torch.device, num_states: int) -> Setup:
+    """The same setup with a store. A collective.
+
+    Raises:
+        PlanError: The plan gives too little memory between disk and computation.
+        OffloadError: A rank could not make a file, on all ranks alike.
+    """
+    need = need_of(units, setup, device, num_states)
+    _check_budget(setup.plan, need)
+    return replace(setup, store=_open_store(setup.plan, setup.lanes, need), load_bytes=need.load_bytes)
+
+
+def _check_budget(plan: Plan, need: DiskNeed) -> None:
+    """Refuse too little memory between disk and computation."""
+    if plan.staging_bytes is not None and plan.staging_bytes < need.load_bytes:
+        raise PlanError(
+            f"staging_bytes is {plan.staging_bytes} ({format_bytes(plan.staging_bytes)}), but the update of the largest flat buffer "
+            f"brings {need.load_bytes} bytes from disk. Give at least that many; {LOADS_AT_ONCE * need.load_bytes} to read ahead "
+            "and write behind as well."
+        )
+
+
+def _open_store(plan: Plan, lanes: Lanes, need: DiskNeed) -> DiskStore:
+    """Make a file on every rank, with room for all that will rest there: a full disk is found now."""
+    store: DiskStore | None = None
+    error: OffloadError | None = None
+    try:
+        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}")
+        store.free(store.reserve(need.file_bytes, "state that rests on disk"))
+    except OffloadError as found:
+        error = found
+    texts = gather_bytes(lanes.gather, str(error or "").encode(), label="files for offload")
+    failed = next(((rank, text.decode()) for rank, text in enumerate(texts) if text), None)
+    if store is not None and failed is None:
+        return store
+    if store is not None:
+        store.close()
+    raise error or OffloadError("Rank {}: {}".format(*failed or (0, "")))
