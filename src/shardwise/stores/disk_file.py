@@ -129,15 +129,16 @@ class DiskFile:
         One that was deleted still takes bytes, on a disk where nobody sees what they fill; one that was cut off would take new
         bytes, and give zeros for those that are lost.
         """
+        expected_bytes = self.num_bytes  # Before the look: another thread may let the file grow meanwhile.
         facts = os.fstat(self._file)
         if facts.st_nlink == 0:
             raise OffloadError(
                 f"{what}: the file should be there as long as this process, but somebody has deleted it. "
                 "Start again from a checkpoint, and keep others out of the folder."
             )
-        if facts.st_size < self.num_bytes:
+        if facts.st_size < expected_bytes:
             raise OffloadError(
-                f"{what}: the file should have {self.num_bytes} bytes, but somebody has cut it to {facts.st_size}. "
+                f"{what}: the file should have {expected_bytes} bytes, but somebody has cut it to {facts.st_size}. "
                 "Start again from a checkpoint, and keep others out of the folder."
             )
 

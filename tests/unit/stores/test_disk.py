@@ -378,3 +378,22 @@ def test_slots_are_known_by_themselves(store: DiskStore) -> None:
     slot = store.reserve(10, LABEL)
     with pytest.raises(UsageError, match="of another store"):
         store.free(Slot(slot.offset, slot.num_bytes, slot.label))
+
+
+def test_the_file_may_grow_while_it_is_read_and_written(store: DiskStore) -> None:
+    """A thread that looks at the file just before it grows must not take it for one that was cut off."""
+    slot, values = store.reserve(64, LABEL), torch.arange(16, dtype=torch.float32)
+    store.write(slot, values).wait()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # Threads take turns as often as they can.
+    try:
+        targets = [torch.zeros(16) for _ in range(600)]
+        tickets = []
+        for target in targets:
+            tickets.append(store.read(slot, target))
+            store.reserve(4096, LABEL)
+        for ticket in tickets:
+            ticket.wait()
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(target, values) for target in targets)
