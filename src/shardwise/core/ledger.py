@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from threading import RLock
+from typing import Any
 
 from shardwise.core.sizes import format_bytes
 
@@ -67,33 +69,38 @@ class Ledger:
     peak_bytes_since_mark: int = 0
     _earlier_peak_bytes: int = 0
     watch: OnChange | None = None
+    _lock: Any = field(default_factory=RLock, repr=False, compare=False)
+    """Updates that run beside a step book as well. The collector may let go of a buffer, which books, in the middle of a booking."""
 
     def add(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book bytes that came (or, negative, went)."""
-        account = (tier, kind)
-        live = self._live[account] = self._live[account] + num_bytes
-        if live > self._peak[account]:
-            self._peak[account] = live
-        on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
-        if on_tier > self._tier_peak[tier]:
-            self._tier_peak[tier] = on_tier
-        if tier is not Tier.DISK:
-            self.live_bytes += num_bytes
-        if self.live_bytes > self.peak_bytes_since_mark:
-            self.peak_bytes_since_mark = self.live_bytes
-        if self.watch is not None:
-            self.watch(account, live)
+        with self._lock:
+            account = (tier, kind)
+            live = self._live[account] = self._live[account] + num_bytes
+            if live > self._peak[account]:
+                self._peak[account] = live
+            on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
+            if on_tier > self._tier_peak[tier]:
+                self._tier_peak[tier] = on_tier
+            if tier is not Tier.DISK:
+                self.live_bytes += num_bytes
+            if self.live_bytes > self.peak_bytes_since_mark:
+                self.peak_bytes_since_mark = self.live_bytes
+            if self.watch is not None:
+                self.watch(account, live)
 
     def set(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book what is held now, whatever was booked before."""
-        self.add(kind, num_bytes - self._live[(tier, kind)], tier)
+        with self._lock:
+            self.add(kind, num_bytes - self._live[(tier, kind)], tier)
 
     def mark(self) -> None:
         """Begin to look for peaks anew: a step begins."""
-        for account, peak in self._peak.items():
-            self._earlier_peak[account] = max(self._earlier_peak[account], peak)
-            self._peak[account] = self._live[account]
-        self._earlier_peak_bytes, self.peak_bytes_since_mark = self.peak_bytes, self.live_bytes
+        with self._lock:
+            for account, peak in self._peak.items():
+                self._earlier_peak[account] = max(self._earlier_peak[account], peak)
+                self._peak[account] = self._live[account]
+            self._earlier_peak_bytes, self.peak_bytes_since_mark = self.peak_bytes, self.live_bytes
 
     @property
     def accounts(self) -> tuple[Account, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 
@@ -50,6 +51,7 @@ class Pool:
         self._free: list[_Free] = []
         self._heap = Heap(is_scarce=is_scarce)
         self._is_scarce = is_scarce
+        self._lock = RLock()  # Updates that run beside a step take and give as well.
         self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
@@ -60,7 +62,8 @@ class Pool:
         num_bytes, tier = numel * dtype.itemsize, self.tier_of(device)
         if self._is_scarce and device.type == "cpu":
             self._heap.keep_lean()
-        storage = self._find(num_bytes, device) if kind in self._kept else None
+        with self._lock:
+            storage = self._find(num_bytes, device) if kind in self._kept else None
         if storage is None:
             if num_bytes >= _LARGE_BYTES and device.type == "cpu":
                 self._heap.keep_lean()
@@ -98,20 +101,23 @@ class Pool:
             if Poison.enabled:
                 poison(buffer)
             if kind in self._kept and buffer.nbytes and buffer.device.type == "cpu":
-                self._free.append(_Free(buffer.untyped_storage()))
+                with self._lock:
+                    self._free.append(_Free(buffer.untyped_storage()))
                 self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return
         self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes(), tier)
 
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""
-        self._drop([free for free in self._free if not free.is_fresh])
-        for free in self._free:
-            free.is_fresh = False
+        with self._lock:
+            self._drop([free for free in self._free if not free.is_fresh])
+            for free in self._free:
+                free.is_fresh = False
 
     def trim(self) -> None:
         """Free what nobody holds."""
-        self._drop(list(self._free))
+        with self._lock:
+            self._drop(list(self._free))
 
     def _drop(self, dropped: list[_Free]) -> None:
         for free in dropped:

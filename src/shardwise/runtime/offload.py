@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
+from threading import RLock
 
 import torch
 
@@ -162,6 +163,7 @@ class DiskTier:
         self._aheads: dict[tuple[int, ...], Load] = {}
         self._writes: list[Ticket] = []
         self._idle_bytes = 0
+        self._lock = RLock()  # An update that runs beside a step writes, while the step looks at what was written.
         self.staging = self._make_staging(staging_bytes or LOADS_AT_ONCE * least_bytes)
 
     def _make_staging(self, budget_bytes: int) -> Staging:
@@ -184,10 +186,11 @@ class DiskTier:
 
     def sweep(self) -> None:
         """Free the places of lines that are gone."""
-        while self.discarded and not self.is_closed:
-            slot, kind = self.discarded.popleft()
-            self.store.free(slot)
-            self.ledger.add(kind, -slot.num_bytes, Tier.DISK)
+        with self._lock:
+            while self.discarded and not self.is_closed:
+                slot, kind = self.discarded.popleft()
+                self.store.free(slot)
+                self.ledger.add(kind, -slot.num_bytes, Tier.DISK)
 
     # Loads
 
@@ -264,15 +267,18 @@ class DiskTier:
 
     def note_writes(self, tickets: Sequence[Ticket]) -> None:
         """Remember writes that are under way: nobody waits for them, but all are looked at."""
-        self.check_writes()
-        self._writes.extend(tickets)
+        with self._lock:
+            self.check_writes()
+            self._writes.extend(tickets)
 
     def check_writes(self) -> None:
         """Note what went wrong of the writes that have ended."""
-        for ticket in self._writes:
-            if ticket.is_done and ticket.error is not None:
+        with self._lock:
+            done = [ticket for ticket in self._writes if ticket.is_done]
+            self._writes = [ticket for ticket in self._writes if ticket not in done]
+        for ticket in done:
+            if ticket.error is not None:
                 self.fail(ticket.error)
-        self._writes = [ticket for ticket in self._writes if not ticket.is_done]
 
     def settle(self) -> None:
         """Wait until nothing is under way."""
