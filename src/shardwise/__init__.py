@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PlanError,
         RankLostError,
         ShardwiseError,
+        UpdateError,
         UsageError,
     )
     from shardwise.core.plan import GRAD, OPTIM, PARAM, Plan
@@ -46,6 +47,7 @@ __all__ = [
     "Saving",
     "Sharded",
     "ShardwiseError",
+    "UpdateError",
     "UsageError",
     "Verdict",
     "clip_grad_norm_",

@@ -34,8 +34,12 @@ from tests.distributed.matrix import (
 )
 
 
-def reference(group: Group) -> Outcome:
-    """The same training in one process, by plain torch and the documented order of sums."""
+def reference(group: Group, delay_warmup: int | None = None) -> Outcome:
+    """The same training in one process, by plain torch and the documented order of sums.
+
+    Args:
+        delay_warmup: After so many updates, each is seen one step late. All are seen at once, if None.
+    """
     model, compute_model = make_model(seed=0), make_model(seed=0)
     param_dtype, reduce_dtype = PRECISION[group.compute]
     compute_model.to(getattr(torch, param_dtype or "float32"))
@@ -43,10 +47,11 @@ def reference(group: Group) -> Outcome:
     optimizers = make_optimizers(model, group.optimizer)
     scale = Scale(is_used=group.compute == "fp16")
     facts: Outcome = {}
+    seen, num_updates = values_of(masters), 0
     for step in range(NUM_STEPS):
         with torch.no_grad():
-            for copy, master in zip(copies, masters, strict=True):
-                copy.copy_(master)
+            for copy, values in zip(copies, seen, strict=True):
+                copy.copy_(values)
         rounds = []
         for micro in range(num_micro_steps(group)):
             parts = []
@@ -66,13 +71,21 @@ def reference(group: Group) -> Outcome:
         facts[f"norm {step}"] = norm.hex()
         for master, grad in zip(masters, grads, strict=True):
             master.grad = grad
-        for optimizer in optimizers if is_finite else ():
-            optimizer.step()
+        if is_finite:
+            before = values_of(masters)
+            for optimizer in optimizers:
+                optimizer.step()
+            seen = before if delay_warmup is not None and num_updates >= delay_warmup else values_of(masters)
+            num_updates += len(optimizers)
         scale.update(is_finite)
     facts["scale"] = scale.value.hex()
     facts.update({f"weight {name}": bits_of(param) for name, param in model.named_parameters()})
     facts.update(states_in(model, optimizers))
     return facts
+
+
+def values_of(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in params]
 
 
 class Scale:

@@ -36,6 +36,7 @@ def gathered(module: nn.Module) -> Iterator[nn.Module]:
     engine = engine_of(module)
     if engine.forward.is_open:
         raise UsageError("shardwise.gathered cannot be entered inside a call of the model, whose values are there already.")
+    engine.updates.refuse_open("shardwise.gathered was entered")
     engine.come_to_rest()
     wanted = {id(param) for param in module.parameters()}
     flats = {id(s.flat): s.flat for s in engine.params if s.opened is None and id(s.shown) in wanted}

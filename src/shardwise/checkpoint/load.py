@@ -90,7 +90,8 @@ def load_state(engine: Engine, request: Request) -> Loaded:
     check_at_rest(engine, "load")
     meter, came_from = engine.meter, engine.meter.place
     meter.move(LoopPlace.ASIDE)
-    engine.come_to_rest()
+    engine.updates.give_up()
+    engine.let_go()
     try:
         return _load(engine, request)
     finally:
@@ -150,6 +151,7 @@ def _load_from(engine: Engine, request: Request, path: str, *, is_fallback: bool
                 path, manifest.num_ranks, ", ".join(match.foreign_ranks), engine.lanes.size,
             )  # fmt: skip
         drop_grads(engine)
+        engine.updates.forgive()
         engine.executor.before_change()
         if engine.disk is not None:
             engine.disk.forgive()

@@ -31,6 +31,10 @@ class RankLostError(ShardwiseError, RuntimeError):
     """A rank died or did not arrive at a collective before the deadline."""
 
 
+class UpdateError(ShardwiseError, RuntimeError):
+    """An update that was made beside a step has failed: the state is lost until a checkpoint is loaded."""
+
+
 class NonFiniteError(ShardwiseError, ArithmeticError):
     """Gradients hold inf or nan and the plan does not allow the step to go on."""
 

@@ -55,6 +55,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "unused": ("raise", "zero"),
     "path": ("auto", "network"),
     "activations": (Tier.DEVICE.value, Tier.HOST.value),
+    "sync": ("exact", "delayed"),
 }
 _TIERS = {tier.value: tier for tier in Tier}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -94,6 +95,9 @@ class Plan:
             the largest flat buffer needs, if None: one at work, one read ahead, one written behind.
         activations: Where what the forward leaves for the backward rests: on the ``device``, or on the ``host`` until it is needed.
         init_seed: Seed for models that are built on the meta device.
+        sync: When an update is seen: ``exact``: by the next step; ``delayed``: it is made beside the next step, which computes with the
+            weights from before it, and is seen by the one after that.
+        delay_warmup: Updates that are exact before the first delayed one.
 
     >>> Plan(stage=3, prefetch=2).sharded == SHARDED_AT_STAGE[3]
     True
@@ -125,6 +129,8 @@ class Plan:
     staging_bytes: int | None = None
     activations: str = Tier.DEVICE.value
     init_seed: int = 0
+    sync: str = "exact"
+    delay_warmup: int = 10
 
     def __post_init__(self) -> None:
         if not isinstance(self.stage, int) or isinstance(self.stage, bool) or self.stage not in SHARDED_AT_STAGE:
@@ -146,6 +152,7 @@ class Plan:
         object.__setattr__(self, "tiers", _parse_tiers(self.tiers))
         object.__setattr__(self, "fraction", float(self.fraction))
         object.__setattr__(self, "tree", None if self.tree is None else parse_tree(self.tree))
+        _check_delay(self)
 
     @property
     def sharded(self) -> frozenset[StateKind]:
@@ -155,6 +162,11 @@ class Plan:
     def tier(self, kind: StateKind) -> Tier:
         """Where a kind of state rests."""
         return _TIERS[dict(self.tiers).get(kind.key, Tier.DEVICE.value)]
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether updates are made beside the next step."""
+        return self.sync == "delayed"
 
     @property
     def uses_disk(self) -> bool:
@@ -290,6 +302,18 @@ def _check_numbers(plan: Plan) -> None:
         raise PlanError("layout='weighted' needs weights, one for each rank.")
     if plan.layout in ("even", "whole") and plan.weights is not None:
         raise PlanError(f"layout={plan.layout!r} has no use for weights. Drop them, or use layout='weighted'.")
+
+
+def _check_delay(plan: Plan) -> None:
+    warmup = plan.delay_warmup
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+        raise PlanError(f"delay_warmup must be a whole number of updates, 0 or more, but is {warmup!r}.")
+    on_disk = [kind for kind in (StateKind.GRAD, StateKind.PARAM) if plan.tier(kind) is Tier.DISK]
+    if plan.is_delayed and on_disk:
+        raise PlanError(
+            f"sync='delayed' computes a step while the last one is updated, so {on_disk[0].value} must be in memory, but tiers lets "
+            f"them rest on disk. Let {on_disk[0].value} rest on 'device' or 'host' ('optim' may rest on disk), or use sync='exact'."
+        )
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:

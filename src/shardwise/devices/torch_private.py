@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -194,6 +195,22 @@ def put_around_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: 
     hooks.move_to_end(before)
     hooks = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(after, last=False)
+
+
+def double_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another optimizer with the same attributes, and no hooks. It was never initialised: that would register its parameters."""
+    double: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(double).update(vars(optimizer))
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(double, name, OrderedDict())
+    return double
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's own ``step``, under the wrapper that calls hooks."""
+    step = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    step(optimizer)
 
 
 def register_device_module(device_type: str, module: Any) -> None:

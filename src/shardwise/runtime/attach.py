@@ -75,7 +75,8 @@ def _make_flat(
     precision = Precision.of(spec, plan)
     layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
     bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
-    is_aliased = not is_fetched and precision.compute == precision.master and not is_away
+    is_apart = plan.is_delayed and spec.trainable  # An update must not reach what is computed with before its time.
+    is_aliased = not is_fetched and precision.compute == precision.master and not is_away and not is_apart
     full: torch.Tensor | None
     is_new = all(param.name in initial.parts for param in spec.params)
     line = initial.lines.pop(spec.name, None)
@@ -90,11 +91,14 @@ def _make_flat(
             lanes.gather.broadcast(whole, 0, label=f"initial values of {spec.name}").wait()
         full = None if is_fetched else whole if is_aliased else whole.to(precision.compute)
         owned = whole[slice(*bounds)]
-        master = owned if is_aliased or is_away or owned.numel() == whole.numel() else owned.clone()
+        is_free = owned.numel() == whole.numel() and full is not whole
+        master = owned if is_aliased or is_away or is_free else owned.clone()
     shard = None
+    if is_fetched and is_apart and rest.param is not Tier.DEVICE:
+        shard = on_host(master.to(precision.compute), f"parameters of {spec.name}")
+    elif is_fetched and (is_apart or is_away) and rest.param is Tier.DEVICE and line is None:
+        shard = master.to(device, precision.compute, copy=True)
     if is_away and line is None:
-        has_copy = is_fetched and rest.param is Tier.DEVICE
-        shard = master.to(device, precision.compute, copy=True) if has_copy else None
         if disk is not None and rest.master is Tier.DISK:
             line = put_on_disk(master, disk, spec.name)
             master = nothing_of((line.numel,), line.dtype, HOST)
@@ -115,7 +119,7 @@ def _book(flat: FlatState, ledger: Ledger) -> None:
     if flat.line is None:
         ledger.add(kind, flat.master.nbytes, flat.rest.master)
     if flat.shard is not None:
-        ledger.add(Kind.PARAM, flat.shard.nbytes)
+        ledger.add(Kind.PARAM, flat.shard.nbytes, flat.rest.param)
     if flat.full is not None:
         ledger.add(Kind.PARAM, flat.full.nbytes - (flat.master.nbytes if flat.is_aliased else 0))
 

@@ -90,6 +90,7 @@ class Backward:
 
     def note_begin(self) -> None:
         """Gradients reach the outputs of a call from outside: its backward pass has begun."""
+        self._engine.updates.before_backward()
         self.begin()
 
     def expect(self, units: Sequence[str]) -> None:

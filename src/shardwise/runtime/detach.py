@@ -34,6 +34,7 @@ def detach(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
             _restore_params(flat, engine)
     for handle in engine.handles:
         handle.remove()
+    engine.updates.close()
     unregister(engine)
     if engine.disk is not None:
         engine.disk.close()

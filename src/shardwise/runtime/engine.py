@@ -26,6 +26,7 @@ from shardwise.runtime import digest
 from shardwise.runtime.activations import HostRoom
 from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
+from shardwise.runtime.delayed import Updates
 from shardwise.runtime.executor import Executor, UnitState
 from shardwise.runtime.flat import ParamState, remember, slice_of
 from shardwise.runtime.forward import Forward
@@ -81,6 +82,7 @@ class Engine:
         self.forward = Forward(self)
         self.backward = Backward(self)
         self.agreement = Agreement(self.executor, self.reducer, self.forward, self.backward)
+        self.updates = Updates(self)
         self.digest = digest.Digest()
         self.weight = 1.0 / lanes.size
         self.is_synced = True
@@ -154,6 +156,7 @@ class Engine:
             self.disk.refuse_failed("The model cannot be called.")
         if self.backward.is_running and torch_private.graph_task() == -1:
             self.recover()
+        self.updates.before_call(is_training=module.training)
         self.settle()
         for opened in self.opened:
             opened.collect()
@@ -177,10 +180,16 @@ class Engine:
     def settle(self) -> None:
         """If the user has cast the model since the last step, follow."""
         if any(needs_recast(unit) for unit in self.executor.units.values()):
+            self.updates.finish()
             self.executor.before_change()
             recast(self.executor, self.plan)
 
     def come_to_rest(self) -> None:
+        """Let all updates be seen, and what is kept gathered go. A collective, where updates are delayed."""
+        self.updates.settle()
+        self.let_go()
+
+    def let_go(self) -> None:
         """Take out of the modules what stays gathered for a backward that has not come, with what users have set on it."""
         if not self.backward.is_running:
             self.backward.release_all()
@@ -278,6 +287,7 @@ class Engine:
         if state.opened is not None:
             return state.opened
         if state.flat.is_owned_whole:
+            self.updates.finish()
             values = state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
             return state.spec.view(values, shift=state.spec.offset)
         raise not_gathered(state)
@@ -286,6 +296,7 @@ class Engine:
         """Overwrite a parameter; each rank keeps its own part, so that no collective is needed."""
         if tuple(values.shape) != state.spec.shape:
             raise UsageError(f"'{state.spec.name}' has shape {state.spec.shape} but got values of {tuple(values.shape)}.")
+        self.updates.finish()
         self.executor.before_change()
         with torch.no_grad():
             if state.piece.numel:
@@ -373,7 +384,10 @@ class Engine:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
         if self.backward.is_running:
             self.recover()
-        self.come_to_rest()  # What was kept after a forward whose backward has not come would be stale.
+        self.updates.refuse_failed()
+        if self.disk is not None:
+            self.updates.wait()
+        self.let_go()  # What was kept after a forward whose backward has not come would be stale.
         if any(self.reducer.has_pending(name) for name in self.executor.units):
             self.reducer.forget_cleared()
             self.synchronize()
@@ -393,15 +407,15 @@ class Engine:
             _log.warning("%s: step skipped on all ranks (%d so far).", found, self.num_nonfinite_steps)
         return False
 
-    def after_update(self, updated: Sequence[str], optim_bytes: Mapping[str, int]) -> None:
-        """Values have changed: refresh what is resident, and end the step."""
+    def after_update(self, updated: Sequence[str], optim_bytes: Mapping[str, int], *, is_delayed: bool = False) -> None:
+        """Values have changed, or are about to: refresh what is resident, and end the step."""
         for unit in self._pinned:
             self.executor.release(unit)
         self._pinned.clear()
-        if self.disk is not None:
+        if self.disk is not None and not self.updates.num_pending:
             self.disk.forget_all_ahead()
             self.agreement.agree_on_disk()
-        self.num_updates += bool(updated)
+        self.num_updates += bool(updated) or is_delayed
         self.executor.refresh(updated)
         self.executor.trim()
         self.book_optimizer(optim_bytes)

@@ -108,6 +108,8 @@ class Executor:
         self.is_lean = self.flats[0].device.type != "cpu"
         """Whether memory goes before time: on an accelerator, what is gathered ahead waits while a reduction holds memory."""
         self.is_reducing = False
+        self.is_behind = False
+        """Whether what is computed with does not have the last update yet."""
         self._postponed: list[str] = []
         self._foreign_bytes: int | None = None
         """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
@@ -278,7 +280,7 @@ class Executor:
         self.wait_until_read(state.receipts)  # Peers gather what was there before.
         with torch.no_grad():
             for param in written:
-                keep_written(param)
+                keep_written(param, is_behind=self.is_behind)
 
     def _free(self, name: str, state: UnitState) -> None:
         for handle in state.handles:

@@ -194,6 +194,7 @@ class Forward:
             differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         backward = self._engine.backward
         if differentiable and frame.is_entry:
+            self._engine.updates.after_call()
             OnGrads(differentiable, backward.note_begin, needs_all=False)
         if differentiable and frame.opened and self._is_sharded:
             units = tuple(frame.opened)

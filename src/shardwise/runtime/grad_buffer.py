@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Event
 
 import torch
 
@@ -34,6 +35,8 @@ class GradBuffer:
     factors: dict[int, torch.Tensor] = field(default_factory=dict)
     line: Line | None = None
     changes: list[tuple[Segment, Change]] = field(default_factory=list)
+    in_use: Event | None = None
+    """Set when an update that reads the values beside a step has ended."""
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and self.line is None:
@@ -44,9 +47,16 @@ class GradBuffer:
         """The dtype of the values."""
         return self.held.dtype
 
+    def before_change(self) -> None:
+        """Wait until nobody else reads the values."""
+        if self.in_use is not None:
+            self.in_use.wait()
+            self.in_use = None
+
     @property
     def values(self) -> torch.Tensor:
         """All values, in memory, where they stay: what is on disk is brought back."""
+        self.before_change()
         if self.line is not None:
             values = self.pool.take(self.held.numel(), self.dtype, HOST, Kind.GRAD)
             values.copy_(self.read(self.start, self.start + self.held.numel()))
@@ -78,6 +88,7 @@ class GradBuffer:
 
     def change(self, piece: Segment, change: Change) -> None:
         """Change a parameter's part in place."""
+        self.before_change()
         if self.line is None:
             change(piece.view(self.held, shift=self.start))
         elif piece.numel:

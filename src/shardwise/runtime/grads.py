@@ -74,6 +74,7 @@ class GradFace(Standing, torch.Tensor):
         """Note a factor instead of scaling in place, where the values have fewer bits than the parameter."""
         if self.buffer is None or self.buffer.dtype.itemsize >= self.state.spec.dtype.itemsize:
             return False
+        self.buffer.before_change()
         before = self.factor
         factor = torch.as_tensor(factor, dtype=self.state.spec.dtype)
         self.buffer.factors[self.state.index] = factor if before is None else before * factor
@@ -254,6 +255,7 @@ def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
 def _zero(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> GradFace:
     face: GradFace = args[0]
     if face.buffer is not None:
+        face.buffer.before_change()
         face.buffer.factors.pop(face.state.index, None)  # It may be nan: nothing times nan is not nothing.
     face.change(torch.Tensor.zero_)
     face.state.host.grads_changed()

@@ -21,7 +21,7 @@ class Opened:
     def __init__(self, flat: FlatState, executor: Executor) -> None:
         self.flat = flat
         self._executor = executor
-        is_at_hand = flat.is_owned_whole and flat.line is None and flat.master.device == flat.device
+        is_at_hand = flat.is_owned_whole and flat.line is None and flat.shard is None and flat.master.device == flat.device
         self._is_borrowed = not (flat.is_aliased or is_at_hand)
         self.values = self._gather_values()
         self._checksum = checksum(self.values)

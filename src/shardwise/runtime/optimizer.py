@@ -19,11 +19,12 @@ from shardwise.core.errors import PlanError
 from shardwise.core.footprint import ADAM_STATES
 from shardwise.core.plan import Plan, StateKind
 from shardwise.devices import torch_private
+from shardwise.runtime.double import Update, is_double
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import ParamState, slice_of, state_of
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.state_lines import StateLines, is_form
-from shardwise.runtime.turns import GroupsByTurn, OptimizerState, is_at_hand, turns_of
+from shardwise.runtime.turns import GroupsByTurn, OptimizerState, is_apart, is_at_hand, turns_of
 
 _WHOLE = tuple(cls for cls in (getattr(torch.optim, name, None) for name in ("Muon", "Adafactor")) if cls is not None)
 _ONE_STATE = (torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Muon)
@@ -39,6 +40,11 @@ class Binding:
         self.groups: list[dict[str, Any]] | None = None
         """The optimizer's own groups, while it goes through them by turns."""
         self.touched: list[ParamState] = []
+        self.is_delayed = False
+        """Whether the step that runs leaves its update to a thread."""
+        self.update: Update | None = None
+        self.is_watched = False
+        """Whether reads and writes of the optimizer's state wait for updates."""
         self.hooks: list[Any] = []
         self.lines = StateLines()
 
@@ -69,6 +75,8 @@ def check_optimizer(optimizer: Optimizer, plan: Plan, layout: str) -> None:
         raise PlanError(f"{name} cannot be sharded: its state is not per element. Use stage=0 with it, or another optimizer.")
     if isinstance(optimizer, _REFUSED) and plan.tiers:
         raise PlanError(f"{name} does not go through its groups one by one, so its state cannot rest elsewhere. Drop tiers.")
+    if isinstance(optimizer, _REFUSED) and plan.is_delayed:
+        raise PlanError(f"{name} cannot be updated beside the next step: it goes through no groups. Use sync='exact' with it.")
     if needs_whole_parameters(optimizer) and StateKind.OPTIM in plan.sharded and layout != "whole":
         raise PlanError(
             f"{name} works on whole matrices, but the plan cuts them (layout '{layout}'). Use layout='whole', or pass the "
@@ -92,7 +100,18 @@ def adopt(optimizer: Optimizer) -> Binding | None:
                     optimizer.state[state.segment] = _cut_state(optimizer.state.pop(param), state)
     if not found:
         return None
-    return _BINDINGS.setdefault(optimizer, Binding())
+    binding = _BINDINGS.setdefault(optimizer, Binding())
+    if not binding.is_watched and any(engine.plan.is_delayed for engine in engines_of(states_of(optimizer))):
+        binding.is_watched = True
+        optimizer.register_state_dict_pre_hook(_finish_updates)
+        optimizer.register_load_state_dict_pre_hook(_finish_updates)
+    return binding
+
+
+def _finish_updates(optimizer: Optimizer, *_: Any) -> None:
+    """State is about to be read or replaced: no update may be under way."""
+    for engine in engines_of(states_of(optimizer)):
+        engine.updates.finish()
 
 
 def _cut_state(values: dict[str, Any], state: ParamState) -> dict[str, Any]:
@@ -128,6 +147,8 @@ def engines_of(states: Iterable[ParamState]) -> list[Engine]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if is_double(optimizer):
+        return None
     known = _BINDINGS.get(optimizer)
     if known is not None:
         _give_groups_back(optimizer, known)  # A step that failed has left them.
@@ -137,7 +158,7 @@ def _before_step(
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _prepare(optimizer, binding)
-        if any(not is_at_hand(state.flat) for state in states_of(optimizer)):
+        if binding.is_delayed or any(not is_at_hand(state.flat) for state in states_of(optimizer)):
             _hook_around(optimizer, binding)
         return None
     binding.is_stepping = False  # Until the closure has made gradients.
@@ -154,7 +175,8 @@ def _wrap_closure(optimizer: Optimizer, binding: Binding, closure: Callable[[], 
         _give_groups_back(optimizer, binding)
         _restore(binding)
         for engine in engines_of(states_of(optimizer)):
-            engine.executor.refresh(engine.executor.units)
+            if not engine.plan.is_delayed:
+                engine.executor.refresh(engine.executor.units)
         loss = closure()
         _prepare(optimizer, binding)
         _take_turns(optimizer, binding)
@@ -167,18 +189,28 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
     """Give each segment its plain gradient, or none if the ranks agree to skip the step."""
     _restore(binding)
     states = states_of(optimizer)
-    may_step = all([engine.before_update() for engine in engines_of(states)])
+    engines = engines_of(states)
+    may_step = all([engine.before_update() for engine in engines])
+    for engine in engines if may_step else ():
+        engine.updates.before_update()
     binding.is_stepping = may_step
+    binding.is_delayed = may_step and all(engine.updates.is_due for engine in engines)
+    binding.update = None
     binding.touched = [state for state in states if may_step and isinstance(state.segment.grad, GradFace)]
     for state in states:
         held = state.segment.grad
-        if not isinstance(held, GradFace) or (may_step and not is_at_hand(state.flat)):
+        if not isinstance(held, GradFace) or (may_step and not _is_at_hand(state, binding)):
             continue
         binding.faces.append((state, held))
         # A parameter without elements is updated everywhere, as by plain torch; one whose elements others own is not.
         is_here = state.piece.numel > 0 or state.spec.numel == 0
         plain = held.usable() if may_step and is_here else None
         state.segment.grad = None if plain is None else plain.view_as(state.segment)
+
+
+def _is_at_hand(state: ParamState, binding: Binding) -> bool:
+    """Whether the optimizer's own step updates a parameter as it is."""
+    return is_at_hand(state.flat) and not (binding.is_delayed and is_apart(state.flat))
 
 
 def _restore(binding: Binding) -> None:
@@ -200,11 +232,15 @@ def _hook_around(optimizer: Optimizer, binding: Binding) -> None:
 
 def _take_turns(optimizer: Optimizer, binding: Binding) -> None:
     states = states_of(optimizer)
-    if not binding.is_stepping or binding.groups is not None or all(is_at_hand(state.flat) for state in states):
+    if not binding.is_stepping or binding.groups is not None or all(_is_at_hand(state, binding) for state in states):
         return
     binding.groups = optimizer.param_groups
     known = {id(state.segment) for state in states}
     held = OptimizerState(optimizer.state, binding.lines)
+    delayed = [state for state in states if binding.is_delayed and is_apart(state.flat)]
+    if delayed:
+        binding.update = Update(optimizer, delayed, binding.lines)
+        states = [state for state in states if not is_apart(state.flat)]
     optimizer.param_groups = GroupsByTurn(binding.groups, lambda: iter(turns_of(states, held)), known)
 
 
@@ -219,19 +255,26 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         return
     _give_groups_back(optimizer, binding)
     touched, binding.touched = binding.touched, []
+    update, binding.update = binding.update, None
     _restore(binding)
     optim_bytes = state_bytes(optimizer)
-    for engine in engines_of(states_of(optimizer)):
-        units = {state.flat.spec.unit for state in touched if state.host is engine}
-        engine.spent_grads.update(id(state) for state in touched if state.host is engine)
-        engine.after_update([name for name in engine.executor.units if name in units], optim_bytes)
+    engines = engines_of(states_of(optimizer))
+    for engine in engines:
+        mine = [state for state in touched if state.host is engine]
+        units = {state.flat.spec.unit for state in mine if update is None or not is_apart(state.flat)}
+        engine.spent_grads.update(id(state) for state in mine)
+        is_delayed = update is not None and bool(mine)
+        engine.after_update([name for name in engine.executor.units if name in units], optim_bytes, is_delayed=is_delayed)
+    if update is not None and update.flats:
+        for engine in engines:
+            engine.updates.begin(update, engines[0].updates)
 
 
 def state_bytes(optimizer: Optimizer) -> Counter[str]:
     """Bytes of an optimizer's state tensors on this rank, by the type of the device that they are on."""
     found: Counter[str] = Counter()
     for values in optimizer.state.values():
-        for value in values.values():
+        for value in list(values.values()):  # An update may add to them meanwhile.
             # Counters of steps are on the host wherever the state is. Lines on disk are booked where they are made.
             if isinstance(value, torch.Tensor) and not is_form(value):
                 found[value.device.type] += value.numel() * value.element_size()

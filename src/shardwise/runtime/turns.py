@@ -33,13 +33,20 @@ class OptimizerState:
         return self.values.get(state.segment, {})
 
 
+Publish = Callable[[FlatState, torch.Tensor | None], None]
+"""Told of a buffer whose owned values have changed, and of these where they do not stay in memory."""
+
+
 class Turn:
     """The parameters that are updated together: those of one flat buffer, or all whose state is where it is updated."""
 
-    def __init__(self, states: Sequence[ParamState], held: OptimizerState | None = None) -> None:
+    def __init__(
+        self, states: Sequence[ParamState], held: OptimizerState | None = None, publish: Publish = FlatState.publish
+    ) -> None:
         self.states = list(states)
         self.params = {id(state.segment) for state in states}
         self._held = held
+        self._publish = publish
         self._flats = list({id(state.flat): state.flat for state in states}.values())
         self._load: Load | None = None
         self._fetched: list[tuple[FlatState, torch.Tensor]] = []
@@ -118,8 +125,11 @@ class Turn:
             values = source
         else:
             return
-        for state in flat.params:
+        for state in self._states_in(flat):
             state.segment.data = state.piece.view(values, shift=flat.bounds[0])
+
+    def _states_in(self, flat: FlatState) -> list[ParamState]:
+        return [state for state in self.states if state.flat is flat]
 
     def end(self) -> None:
         """Put back what was changed, and let the device have it."""
@@ -133,15 +143,15 @@ class Turn:
             flat, values = self._fetched.pop()
             if self._is_begun:
                 (flat.master if load is None or flat.line is None else load.view(flat.line)).copy_(values)
-            for state in flat.params:
+            for state in self._states_in(flat):
                 state.segment.data = flat.resting_segment(state.piece)
             flat.params[0].host.pool.give(values, Kind.MASTER)
         for flat in self._flats:
             if flat.line is None:
-                flat.publish()
+                self._publish(flat, None)
             elif load is not None and flat.line in load.lines:
-                flat.publish(load.view(flat.line))
-                for state in flat.params:
+                self._publish(flat, load.view(flat.line))
+                for state in self._states_in(flat):
                     state.segment.data = flat.resting_segment(state.piece)
         if self._disk is not None:
             self._put_back(self._disk, load)
@@ -228,15 +238,15 @@ class GroupsByTurn(list[dict[str, Any]]):
         return id(param) not in self._known if turn is None else id(param) in turn.params
 
 
-def turns_of(states: Sequence[ParamState], held: OptimizerState) -> list[Turn]:
+def turns_of(states: Sequence[ParamState], held: OptimizerState, publish: Publish = FlatState.publish) -> list[Turn]:
     """All that is at hand in one turn, and then buffer by buffer what must be brought."""
     by_flat: dict[int, list[ParamState]] = {}
     for state in states:
         by_flat.setdefault(id(state.flat), []).append(state)
     at_hand = [members for members in by_flat.values() if is_at_hand(members[0].flat)]
     away = [members for members in by_flat.values() if not is_at_hand(members[0].flat)]
-    turns = [Turn([state for members in at_hand for state in members])] if at_hand else []
-    return turns + [Turn(members, held) for members in away]
+    turns = [Turn([state for members in at_hand for state in members], publish=publish)] if at_hand else []
+    return turns + [Turn(members, held, publish) for members in away]
 
 
 def is_at_hand(flat: FlatState) -> bool:
@@ -244,3 +254,8 @@ def is_at_hand(flat: FlatState) -> bool:
     is_there = flat.master.device == flat.update_device == flat.grad_device
     is_on_disk = flat.line is not None or Tier.DISK in (flat.rest.optim, flat.rest.grad)
     return is_there and flat.shard is None and not is_on_disk
+
+
+def is_apart(flat: FlatState) -> bool:
+    """Whether what is computed with is a copy, so that a buffer can be updated while it is used."""
+    return flat.shard is not None if flat.is_fetched else not flat.is_aliased

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.core.errors import UsageError
 from shardwise.runtime.flat import FlatState, ParamState, slice_of
 
 
-def keep_written(state: ParamState) -> None:
+def keep_written(state: ParamState, *, is_behind: bool = False) -> None:
     """Bring what was written to this rank's part of the values at rest.
 
     Elements that were not written keep the bits that compute in a narrower dtype does not have.
+
+    Args:
+        is_behind: Whether an update has changed the values at rest since, or is about to.
+
+    Raises:
+        UsageError: Then nothing can be kept.
     """
     flat = state.flat
     version = state.compute._version
@@ -19,12 +26,30 @@ def keep_written(state: ParamState) -> None:
     state.version, state.is_handed_out = version, False
     if flat.is_aliased or not state.piece.numel:
         return
-    before = state.piece.view(flat.read_part(state.piece.start, state.piece.stop), shift=state.piece.start)
+    if is_behind and flat.shard is None:
+        _refuse(state)
+    # A copy that is computed with may lag behind the values at rest, but is not written to.
+    held = flat.read_part(state.piece.start, state.piece.stop) if flat.shard is None else _part_of(flat.shard, state)
+    before = state.piece.view(held, shift=state.piece.start)
     part = slice_of(state.compute.detach(), state, before).to(before.device)
     is_changed = part.to(flat.precision.compute) != before.to(flat.precision.compute)
     if bool(is_changed.any()):
+        if is_behind:
+            _refuse(state)
         with flat.part_at_hand(state.piece) as target:
-            target.copy_(torch.where(is_changed, part.to(target.dtype), target))
+            target.copy_(torch.where(is_changed.to(target.device), part.to(target.device, target.dtype), target))
+
+
+def _refuse(state: ParamState) -> None:
+    raise UsageError(
+        f"A forward has written to its weight '{state.spec.name}', or taken its .data, while sync='delayed' had an update of it under "
+        "way. Use sync='exact', or write after the step, inside `with shardwise.gathered(model):`."
+    )
+
+
+def _part_of(shard: torch.Tensor, state: ParamState) -> torch.Tensor:
+    low = state.flat.bounds[0]
+    return shard[state.piece.start - low : state.piece.stop - low]
 
 
 def check_version(flat: FlatState, offset: int, version: int) -> None:

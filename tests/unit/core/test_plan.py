@@ -63,7 +63,7 @@ def test_every_field_enters_the_hash() -> None:
         "reduce_dtype": "float32", "output_dtype": "float32", "cast_forward_inputs": False, "reshard_after_forward": False,
         "buffers": "local", "initial": "local", "nonfinite": "keep", "unused": "zero", "units": ("a",),
         "deadline_seconds": 5.0, "init_seed": 1, "path": "network", "tiers": {"optim": "host"}, "fraction": 0.5,
-        "activations": "host", "folder": "fast", "staging_bytes": 2**20,
+        "activations": "host", "folder": "fast", "staging_bytes": 2**20, "sync": "delayed", "delay_warmup": 3,
     }  # fmt: skip
     assert set(others) == {field.name for field in fields(Plan)}, "a new field needs a value here"
     assert len({Plan().hash, *(Plan(**{key: value}).hash for key, value in others.items())}) == len(others) + 1
@@ -126,6 +126,8 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         {"weights": (float("inf"), 1)}, {"weights": ("a", "b")}, {"weights": 3},
         {"deadline_seconds": 0}, {"deadline_seconds": -1.0}, {"deadline_seconds": float("nan")}, {"deadline_seconds": "soon"},
         {"tree": [0, 1, 2]}, {"tree": "0"}, {"units": "blocks.0"}, {"units": (1,)},
+        {"sync": "late"}, {"sync": None}, {"delay_warmup": -1}, {"delay_warmup": 1.5}, {"delay_warmup": True},
+        {"sync": "delayed", "tiers": {"grad": "disk"}}, {"sync": "delayed", "tiers": {"param": "disk", "optim": "disk"}},
     ],
     ids=str,
 )  # fmt: skip
