@@ -1,21 +1,34 @@
 """Updates beside the next step: exactly one step late, at every stage and tier, whatever the threads do."""
 
 import itertools
+import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import shardwise
 from shardwise.devices.pool import Poison
 from shardwise.testing import World
+from tests.distributed.helpers import WIDTH, Net, assert_same, batch, weights
 from tests.distributed.matrix import FACTORS, Case, Outcome, covering, difference, train
 from tests.distributed.reference import reference
 
 pytestmark = pytest.mark.dist
 WARMUP = 4
 PLAN = {"sync": "delayed", "delay_warmup": WARMUP}
+TIERS: list[dict[str, str]] = [
+    {},
+    {"optim": "host"},
+    {"optim": "host", "grad": "host"},
+    {"optim": "host", "grad": "host", "param": "host"},
+    {"param": "host"},
+    {"optim": "disk"},
+]
 FOLDER = str(Path(tempfile.gettempdir()) / "shardwise-test-delayed")
 
 
@@ -61,3 +74,106 @@ def test_updates_are_seen_exactly_one_step_late(world: World, ranks: int) -> Non
             if differs:
                 wrong.append(f"rank {rank}, {case}: {differs}")
     assert not wrong, "\n".join([f"{len(wrong)} of {ranks * len(cases)}", *wrong[:10]])
+
+
+def _train_tiers(case: Case) -> list[Outcome | str]:
+    return [_train([case], device="sim", num_steps=9, tiers=tiers, folder=FOLDER)[0] for tiers in TIERS]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_where_state_rests_changes_no_bit(sim_world: World, stage: int) -> None:
+    def case(stage: int) -> Case:
+        return Case(2, "bf16", "AdamW", "none", stage, 1, "even")
+
+    first = sim_world.run(_train, [case(0)], device="sim", num_steps=9, ranks=2, timeout_seconds=200)
+    for expected, outcomes in zip(first, sim_world.run(_train_tiers, case(stage), ranks=2, timeout_seconds=200), strict=True):
+        for tiers, found in zip(TIERS, outcomes, strict=True):
+            assert not isinstance(found, str), (tiers, found)
+            assert not isinstance(expected[0], str)
+            assert difference(found, expected[0]) is None, tiers
+
+
+# ---------------------------------------------------------------- saves, loads and failures
+
+
+class Fragile(torch.optim.AdamW):
+    """Fails in a thread, if it is to."""
+
+    is_broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_broken and threading.current_thread() is not threading.main_thread():
+            raise ArithmeticError("a broken optimizer")
+        return super().step(closure)
+
+
+def _make(stage: int, seed: int = 0) -> tuple[Net, Fragile]:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = Fragile(model.parameters(), lr=0.02)
+    shardwise.shard(model, optimizer, stage=stage, sync="delayed", delay_warmup=1)
+    return model, optimizer
+
+
+def _steps(model: Net, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        model(batch(number, 3, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save_and_go_on(folder: str, stage: int) -> list[dict[str, torch.Tensor]]:
+    """Weights after six steps with a save after the third: without a stop, from the save, and after an update that has failed."""
+    path, found = f"{folder}/third", []
+    model, optimizer = _make(stage)
+    _steps(model, optimizer, range(3))
+    shardwise.save(path, model, optimizer)
+    _steps(model, optimizer, range(3, 6))
+    found.append(weights(stage, model))
+    model, optimizer = _make(stage, seed=1)
+    shardwise.load(path, model, optimizer)
+    _steps(model, optimizer, range(3, 6))
+    found.append(weights(stage, model))
+    optimizer.is_broken = dist.get_rank() == 1
+    _steps(model, optimizer, range(6, 7))
+    with pytest.raises(shardwise.UpdateError, match=r"Rank 1: .*ArithmeticError: a broken optimizer"):
+        _steps(model, optimizer, range(7, 8))
+    with pytest.raises(shardwise.UpdateError, match="Rank 1"):
+        shardwise.save(f"{folder}/broken", model, optimizer)
+    optimizer.is_broken = False
+    shardwise.load(path, model, optimizer)
+    _steps(model, optimizer, range(3, 6))
+    found.append(weights(stage, model))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_goes_on_from_a_save_to_the_bit_also_after_an_update_that_failed(
+    world: World, tmp_path: Path, stage: int
+) -> None:
+    for whole, resumed, mended in world.run(_save_and_go_on, str(tmp_path), stage, ranks=2, timeout_seconds=100):
+        assert_same(resumed, whole)
+        assert_same(mended, whole)
+
+
+def _lose_file(folder: str) -> str:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    handle = shardwise.shard(model, optimizer, stage=3, sync="delayed", delay_warmup=1, tiers={"optim": "disk"}, folder=folder)
+    _steps(model, optimizer, range(3))
+    shardwise.save(f"{folder}/kept", model, optimizer)
+    disk = handle.engine.disk
+    assert disk is not None
+    if dist.get_rank() == 1:
+        os.truncate(disk.store.path, 0)
+    with pytest.raises(shardwise.OffloadError) as caught:
+        _steps(model, optimizer, range(3, 6))
+    with pytest.raises(shardwise.OffloadError):
+        shardwise.save(f"{folder}/lost", model, optimizer)
+    return str(caught.value)
+
+
+def test_a_disk_that_fails_an_update_stops_all_ranks(world: World, tmp_path: Path) -> None:
+    told = world.run(_lose_file, str(tmp_path), ranks=2, timeout_seconds=100)
+    assert told[0] == told[1] and told[0].startswith("Rank 1: "), told

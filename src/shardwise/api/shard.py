@@ -79,6 +79,11 @@ class Sharded:
         return self.engine.num_updates
 
     @property
+    def num_pending_updates(self) -> int:
+        """Updates that are made beside the next step, and not seen by it: 1 after a step under ``sync="delayed"``, else 0."""
+        return self.engine.updates.num_pending
+
+    @property
     def totals(self) -> Totals:
         """Collectives of this rank: how many, what they sent, and how long they were waited for."""
         return self.engine.executor.totals
