@@ -53,13 +53,15 @@ def footprint(units: Sequence[Unit], plan: Plan, num_ranks: int, num_states: int
                 return num_bytes // num_ranks if kind in plan.sharded else num_bytes
 
             is_mixed = compute is not None and compute != flat.dtype
+            is_apart = plan.is_delayed and flat.trainable  # Updated while its values are computed with.
             if rest.param is Tier.DEVICE:
-                is_single = rest.master is Tier.DEVICE and (StateKind.PARAM in plan.sharded or not is_mixed)
+                is_double = is_apart or (is_mixed and StateKind.PARAM not in plan.sharded)
+                is_single = rest.master is Tier.DEVICE and not is_double
                 rest_bytes += share(full if is_single else computed, StateKind.PARAM)
-                if is_mixed and rest.master is Tier.DEVICE and not is_single:
+                if rest.master is Tier.DEVICE and is_double:
                     rest_bytes += share(full, StateKind.OPTIM)
             if rest.grad is Tier.DEVICE:
-                rest_bytes += share(gradient, StateKind.GRAD)
+                rest_bytes += share(gradient, StateKind.GRAD) * (2 if is_apart else 1)
             if rest.optim is Tier.DEVICE and flat.trainable:
                 rest_bytes += share(num_states * full, StateKind.OPTIM)
             fetched = computed if StateKind.PARAM in plan.sharded or rest.param is not Tier.DEVICE else 0
