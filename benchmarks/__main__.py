@@ -20,7 +20,7 @@ from benchmarks.results import Results, Timing, table
 from benchmarks.systems import BASELINE, SYSTEMS
 from benchmarks.workloads import WORKLOADS
 
-PARTS = ("speed", "memory", "layers", "overhead", "growth", "checkpoint", "offload")
+PARTS = ("speed", "memory", "layers", "overhead", "growth", "checkpoint", "offload", "delayed")
 MOST_LAYERS = 64
 LAYERS_MIB = 1024
 NUM_WARMUP_STEPS = 3
@@ -268,6 +268,20 @@ def _offload(results: Results, systems: Sequence[str], args: argparse.Namespace)
     results.offload["host update, GB/s"] = found[0]["gigabytes_per_second"]
 
 
+def _delayed(results: Results, systems: Sequence[str], args: argparse.Namespace) -> None:
+    for workload in args.workloads:
+        _say(f"exact and delayed updates, {workload}, in turns ...")
+        found = measure("sim_delayed_steps", {"workload": workload, "num_rounds": args.rounds}, ranks=1)[0]
+        results.delayed[f"step time, delayed / exact, {workload}"] = found["ratio"]
+        results.delayed[f"seconds of an exact step, {workload}"] = found["exact_seconds"]
+    _say("the loss of exact and of delayed updates ...")
+    runs = [measure("delayed_losses", {"num_steps": 400, "seed": seed}, ranks=1)[0] for seed in range(3)]
+    for what in ("trained", "held_out"):
+        exact, delayed = (statistics.mean(run[f"{way}_{what}"] for run in runs) for way in ("exact", "delayed"))
+        results.delayed[f"loss, {what.replace('_', ' ')}, exact"] = exact
+        results.delayed[f"loss, {what.replace('_', ' ')}, delayed / exact"] = delayed / exact
+
+
 def _print_rest(results: Results) -> None:
     for name, values in results.overhead.items():
         print(
@@ -278,6 +292,8 @@ def _print_rest(results: Results) -> None:
         print(f"checkpoint: {what}: {value:.3g}")
     for what, value in results.offload.items():
         print(f"offload: {what}: {value:.3g}")
+    for what, value in results.delayed.items():
+        print(f"delayed: {what}: {value:.4g}")
     for row in results.growth:
         per_param = row["state_bytes"] / row["num_params"]
         print(

@@ -41,6 +41,10 @@ DEVICE_PEAK = 1.0
 """Peak bytes on a simulated device against FSDP2's: stage 3, and stage 2 against FSDP2 without resharding after the forward."""
 LEDGER_ERROR = 0.05
 """How far the ledger's peak may be from that of a simulated device."""
+DELAYED_STEP = {"comm": 0.95}
+"""Step time with updates beside the next step, against exact ones, one rank and a core free, optimizer on the host, by workload."""
+DELAYED_LOSS = 1.02
+"""The loss of a small GPT after 400 steps with delayed updates, against exact ones."""
 HOST_UPDATE = 0.85
 """The speed of an update on the host, against one plain call with the same traffic."""
 
@@ -73,6 +77,7 @@ def verdicts(results: Results, baseline: str) -> list[Verdict]:
         *_growth(results),
         *_checkpoint(results),
         *_offload(results),
+        *_delayed(results),
     ]
 
 
@@ -90,6 +95,15 @@ def _offload(results: Results) -> Iterator[Verdict]:
             yield Verdict(what, found, LEDGER_ERROR)
         elif what == "host update, part of the memory limit":
             yield Verdict(what, found, HOST_UPDATE, is_least=True)
+
+
+def _delayed(results: Results) -> Iterator[Verdict]:
+    for what, found in results.delayed.items():
+        workload = what.rpartition(", ")[2]
+        if what.startswith("step time") and workload in DELAYED_STEP:
+            yield Verdict(what, found, DELAYED_STEP[workload])
+        elif what.startswith("loss, ") and what.endswith("delayed / exact"):
+            yield Verdict(what, found, DELAYED_LOSS)
 
 
 def _step_times(results: Results, baseline: str) -> Iterator[Verdict]:

@@ -74,6 +74,7 @@ class Results:
     growth: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: dict[str, float] = field(default_factory=dict)
     offload: dict[str, float] = field(default_factory=dict)
+    delayed: dict[str, float] = field(default_factory=dict)
 
     def ratios(self, workload: str, baseline: str) -> dict[str, Ratio]:
         """By system, within one workload. Where systems were measured in several runs, the baseline took part in each."""
