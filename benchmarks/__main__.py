@@ -275,7 +275,7 @@ def _delayed(results: Results, systems: Sequence[str], args: argparse.Namespace)
         results.delayed[f"step time, delayed / exact, {workload}"] = found["ratio"]
         results.delayed[f"seconds of an exact step, {workload}"] = found["exact_seconds"]
     _say("the loss of exact and of delayed updates ...")
-    runs = [measure("delayed_losses", {"num_steps": 400, "seed": seed}, ranks=1)[0] for seed in range(3)]
+    runs = [measure("delayed_losses", {"num_steps": 300, "seed": seed}, ranks=1)[0] for seed in range(3)]
     for what in ("trained", "held_out"):
         exact, delayed = (statistics.mean(run[f"{way}_{what}"] for run in runs) for way in ("exact", "delayed"))
         results.delayed[f"loss, {what.replace('_', ' ')}, exact"] = exact
