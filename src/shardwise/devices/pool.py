@@ -50,6 +50,7 @@ class Pool:
         self._free: list[_Free] = []
         self._heap = Heap(is_scarce=is_scarce)
         self._is_scarce = is_scarce
+        self._tiers: dict[torch.device, Tier] = {}
         self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
@@ -75,7 +76,10 @@ class Pool:
 
     def tier_of(self, device: torch.device) -> Tier:
         """The tier whose memory a device's is: that of the model's own device, or the host's."""
-        return Tier.DEVICE if device.type == self._device.type else Tier.HOST
+        tier = self._tiers.get(device)  # A device's type is a text that is made anew each time it is asked for.
+        if tier is None:
+            tier = self._tiers[device] = Tier.DEVICE if device.type == self._device.type else Tier.HOST
+        return tier
 
     def _find(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
         """The smallest free storage that is large enough and not much too large; of several the last: the others may go."""
@@ -97,7 +101,7 @@ class Pool:
         if not torch_private.is_shared(buffer):
             if Poison.enabled:
                 poison(buffer)
-            if kind in self._kept and buffer.nbytes and buffer.device.type == "cpu":
+            if kind in self._kept and buffer.is_cpu and buffer.nbytes:
                 self._free.append(_Free(buffer.untyped_storage()))
                 self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return

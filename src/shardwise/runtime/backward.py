@@ -161,18 +161,21 @@ class Backward:
                 return self.take_grad(state)
         running = self._pass or self.begin()
         unit = state.flat.spec.unit
-        missing = running.missing.get(unit)
         with torch_private.without_torch_function():
             grad = RAW_GRAD.__get__(state.compute)
             if grad is None:
                 return None
-            RAW_GRAD.__set__(state.compute, None)
+            missing = running.missing.get(unit)
             if not missing:
                 flats = self._executor.units[unit].flats
                 missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
                 running.missing[unit] = missing
-        running.num_grads[unit] += 1
-        self._engine.reducer.accumulate(state, grad, self._engine.weight)
+            running.num_grads[unit] += 1
+            try:
+                self._engine.reducer.accumulate(state, grad, self._engine.weight)
+            finally:
+                del grad
+                RAW_GRAD.__set__(state.compute, None)  # Its memory goes here.
         missing.discard(id(state))
         if not missing:
             self._finish_round(unit, running)

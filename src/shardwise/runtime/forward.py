@@ -274,16 +274,16 @@ class _Chain:
     def __init__(self, engine: Engine, covered: tuple[Any, Any] | None) -> None:
         self.engine = engine
         self._covered = covered
+        self._find = engine.executor.find
         self._room = engine.activations
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save a place for a view of a gathered buffer; anything else as before."""
-        hit = self.engine.executor.find(tensor)
+        hit = self._find(tensor)
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
-                form = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-                return Packed(flat, unit.unit.name, *form, tensor._version)
+                return Packed(flat, unit.unit.name, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
             self.engine.pin(unit.unit.name)
         if self._covered is not None:
             return (self._covered[0](tensor),)

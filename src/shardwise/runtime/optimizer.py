@@ -20,7 +20,7 @@ from shardwise.core.footprint import ADAM_STATES
 from shardwise.core.plan import Plan, StateKind
 from shardwise.devices import torch_private
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.flat import ParamState, slice_of, state_of
+from shardwise.runtime.flat import FlatState, ParamState, slice_of, state_of
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.state_lines import StateLines, is_form
 from shardwise.runtime.turns import GroupsByTurn, OptimizerState, is_at_hand, turns_of
@@ -125,6 +125,10 @@ def engines_of(states: Iterable[ParamState]) -> list[Engine]:
     return [host for host in hosts.values() if isinstance(host, Engine)]
 
 
+def _flats_of(states: Iterable[ParamState]) -> list[FlatState]:
+    return list({id(state.flat): state.flat for state in states}.values())
+
+
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -137,7 +141,7 @@ def _before_step(
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _prepare(optimizer, binding)
-        if any(not is_at_hand(state.flat) for state in states_of(optimizer)):
+        if any(not is_at_hand(flat) for flat in _flats_of(states_of(optimizer))):
             _hook_around(optimizer, binding)
         return None
     binding.is_stepping = False  # Until the closure has made gradients.
@@ -170,9 +174,10 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
     may_step = all([engine.before_update() for engine in engines_of(states)])
     binding.is_stepping = may_step
     binding.touched = [state for state in states if may_step and isinstance(state.segment.grad, GradFace)]
+    away = {flat for flat in _flats_of(states) if not is_at_hand(flat)}
     for state in states:
         held = state.segment.grad
-        if not isinstance(held, GradFace) or (may_step and not is_at_hand(state.flat)):
+        if not isinstance(held, GradFace) or (may_step and state.flat in away):
             continue
         binding.faces.append((state, held))
         # A parameter without elements is updated everywhere, as by plain torch; one whose elements others own is not.
@@ -200,7 +205,7 @@ def _hook_around(optimizer: Optimizer, binding: Binding) -> None:
 
 def _take_turns(optimizer: Optimizer, binding: Binding) -> None:
     states = states_of(optimizer)
-    if not binding.is_stepping or binding.groups is not None or all(is_at_hand(state.flat) for state in states):
+    if not binding.is_stepping or binding.groups is not None or all(map(is_at_hand, _flats_of(states))):
         return
     binding.groups = optimizer.param_groups
     known = {id(state.segment) for state in states}
@@ -229,12 +234,16 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def state_bytes(optimizer: Optimizer) -> Counter[str]:
     """Bytes of an optimizer's state tensors on this rank, by the type of the device that they are on."""
-    found: Counter[str] = Counter()
+    by_device: dict[torch.device, int] = {}
+    has_forms = not lines_of(optimizer).is_empty
     for values in optimizer.state.values():
         for value in values.values():
             # Counters of steps are on the host wherever the state is. Lines on disk are booked where they are made.
-            if isinstance(value, torch.Tensor) and not is_form(value):
-                found[value.device.type] += value.numel() * value.element_size()
+            if isinstance(value, torch.Tensor) and not (has_forms and is_form(value)):
+                by_device[value.device] = by_device.get(value.device, 0) + value.nbytes
+    found: Counter[str] = Counter()
+    for device, num_bytes in by_device.items():
+        found[device.type] += num_bytes
     return found
 
 

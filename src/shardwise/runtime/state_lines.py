@@ -43,6 +43,11 @@ class StateLines:
     def __init__(self) -> None:
         self._lines: WeakKeyDictionary[FlatState, dict[_Key, Line]] = WeakKeyDictionary()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing rests on disk."""
+        return not self._lines
+
     def of(self, flat: FlatState) -> list[Line]:
         """The lines of a flat buffer, in one order."""
         return list(self._lines.get(flat, {}).values())
