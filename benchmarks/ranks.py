@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import checkpoints, offload
+from benchmarks import checkpoints, disk, offload
 from benchmarks.launch import ANSWER
 from benchmarks.systems import SYSTEMS, Running
 from benchmarks.workloads import TINY, WORKLOADS, Workload, deep
@@ -249,6 +249,8 @@ JOBS = {
     "checkpoint_load_peak": checkpoints.load_peak,
     "sim_device_peak": offload.device_peak,
     "sim_host_update": offload.host_update,
+    "disk_update": disk.update,
+    "disk_steps": disk.steps,
 }
 
 
