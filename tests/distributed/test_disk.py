@@ -146,6 +146,24 @@ def test_state_is_read_once_and_written_once(world: World, tmp_path: Path, stage
         assert found == {"read": share, "written": share}
 
 
+def _read_beside_the_backward(folder: str) -> tuple[int, int, int]:
+    model, optimizer, handle = _make(folder, stage=3, tiers={"optim": "disk"})
+    _step(model, optimizer, 0)
+    disk = handle.engine.disk
+    assert disk is not None
+    before = disk.read_bytes
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    ahead = disk.read_bytes - before
+    optimizer.step()
+    return ahead, disk.read_bytes - before, disk.staging.budget_bytes
+
+
+def test_what_an_update_needs_is_read_beside_the_backward(world: World, tmp_path: Path) -> None:
+    for ahead, whole, budget in world.run(_read_beside_the_backward, str(tmp_path), ranks=2):
+        assert 0 < ahead <= whole, (ahead, whole, budget)
+        assert ahead > whole / 4, "Staging has room for more than one turn, and reads no more than that."
+
+
 def test_all_of_it_on_disk_is_read_for_each_use(world: World, tmp_path: Path) -> None:
     share = DEPTH * LAYER_BYTES // 2
     kept = LAYER_BYTES // 2  # The layer at the turn stays gathered from the forward to the backward.

@@ -85,6 +85,7 @@ class Backward:
             self._pass = _Pass(Script(opening), self._engine.is_synced, torch_private.graph_task(), goals, opened)
             if self._pass.is_synced:
                 self._engine.reducer.begin(schedule.reduced_units)
+            self._engine.read_ahead()
             torch_private.at_end_of_backward(self._end)
         return self._pass
 

@@ -71,6 +71,8 @@ class Engine:
         self.lanes = lanes
         self.ledger = ledger
         self.disk = disk
+        self.read_ahead: Callable[[], None] = _nothing
+        """Called when a backward begins: what its update needs may be read from disk beside it."""
         self.modules = dict(model.named_modules())
         self.device = units[0].flats[0].device
         self.meter = Meter(lanes.rank, ledger, self._look_at_process, lambda: memory.allocated_bytes(self.device))
@@ -412,6 +414,10 @@ class Engine:
         for tier, kind in ((Tier.DEVICE, self.device.type), (Tier.HOST, "cpu")):
             if tier is Tier.DEVICE or self.device.type != "cpu":
                 self.ledger.set(Kind.OPTIM, optim_bytes.get(kind, 0), tier)
+
+
+def _nothing() -> None:
+    pass
 
 
 class _TakeGrad:

@@ -336,7 +336,7 @@ class Executor:
         offered, self._offered = self._offered, deque()
         self.wait_until_read(offered)
         if self.disk is not None:
-            self.disk.forget_all_ahead()
+            self.disk.forget_all_ahead(but=Kind.OPTIM)  # What updates need was read for them.
 
     def note_activations(self) -> None:
         """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way."""

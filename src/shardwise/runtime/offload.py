@@ -191,16 +191,17 @@ class DiskTier:
 
     # Loads
 
-    def ahead(self, lines: Sequence[Line]) -> None:
-        """Begin to bring lines that will be loaded soon, if there is room."""
+    def ahead(self, lines: Sequence[Line]) -> bool:
+        """Begin to bring lines that will be loaded soon; returns whether there was room."""
         key = tuple(map(id, lines))
         if not lines or key in self._aheads or self.failure is not None:
-            return
+            return True
         buffer = self.staging.take_at_once(_room_bytes(lines))
-        if buffer is not None:
-            load = Load(self, lines, buffer)
-            load.read()
-            self._aheads[key] = load
+        if buffer is None:
+            return False
+        load = self._aheads[key] = Load(self, lines, buffer)
+        load.read()
+        return True
 
     def load(self, lines: Sequence[Line]) -> Load:
         """Bring lines, and wait until they are here.
@@ -234,10 +235,12 @@ class DiskTier:
         for key in [key for key in self._aheads if id(line) in key]:
             self._aheads.pop(key).drop()
 
-    def forget_all_ahead(self) -> None:
-        """Let go of all that was read ahead."""
-        while self._aheads:
-            self._aheads.popitem()[1].drop()
+    def forget_all_ahead(self, *, but: Kind | None = None) -> None:
+        """Let go of all that was read ahead, but for loads in which a kind of state is."""
+        for key, load in list(self._aheads.items()):
+            if all(line.kind is not but for line in load.lines):
+                del self._aheads[key]
+                load.drop()
 
     # Errors
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.core.errors import PlanError
 from shardwise.core.footprint import ADAM_STATES
+from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.devices import torch_private
 from shardwise.runtime.engine import Engine
@@ -230,6 +231,27 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         units = {state.flat.spec.unit for state in touched if state.host is engine}
         engine.spent_grads.update(id(state) for state in touched if state.host is engine)
         engine.after_update([name for name in engine.executor.units if name in units], optim_bytes)
+        _read_ahead_of_next(optimizer, engine)
+
+
+def _read_ahead_of_next(optimizer: Optimizer, engine: Engine) -> None:
+    """Let the next backward have its update's first turns read from disk beside it, as far as there is room.
+
+    Where parameters or gradients rest on disk as well, the backward needs the room itself.
+    """
+    is_alone = {engine.plan.tier(kind) for kind in (StateKind.GRAD, StateKind.PARAM)}.isdisjoint({Tier.DISK})
+    if engine.disk is None or not is_alone:
+        return
+    held = ref(optimizer)
+
+    def read() -> None:
+        optimizer = held()
+        if optimizer is not None:
+            for turn in turns_of(states_of(optimizer), OptimizerState(optimizer.state, lines_of(optimizer))):
+                if not turn.ahead_of_grads():
+                    break
+
+    engine.read_ahead = read
 
 
 def state_bytes(optimizer: Optimizer) -> Counter[str]:

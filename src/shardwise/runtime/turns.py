@@ -55,6 +55,13 @@ class Turn:
         if self._disk is not None:
             self._disk.ahead(self._lines())
 
+    def ahead_of_grads(self) -> bool:
+        """Begin to read what is on disk before there are gradients; returns whether there was room."""
+        if self._disk is None or self._held is None:
+            return True
+        lines = [flat.line for flat in self._flats if flat.line is not None]
+        return self._disk.ahead(lines + [line for flat in self._flats for line in self._held.lines.of(flat)])
+
     def begin(self) -> None:
         """Bring values and gradients to where the optimizer works. Where they cannot be read, nothing is updated."""
         if self._disk is not None:
