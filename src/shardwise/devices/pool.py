@@ -48,6 +48,9 @@ class Pool:
         self._ledger = ledger
         self._device = device
         self._free: list[_Free] = []
+        self._lingering: list[torch.Tensor] = []
+        """Given back on an accelerator's host while someone still had a view, such as an optimizer its list of gradients until its next
+        turn."""
         self._heap = Heap(is_scarce=is_scarce)
         self._is_scarce = is_scarce
         self._tiers: dict[torch.device, Tier] = {}
@@ -61,7 +64,7 @@ class Pool:
         num_bytes, tier = numel * dtype.itemsize, self.tier_of(device)
         if self._is_scarce and device.type == "cpu":
             self._heap.keep_lean()
-        storage = self._find(num_bytes, device) if kind in self._kept else None
+        storage = self._find(num_bytes, device) if self._is_kept(kind, tier) else None
         if storage is None:
             if num_bytes >= _LARGE_BYTES and device.type == "cpu":
                 self._heap.keep_lean()
@@ -81,8 +84,13 @@ class Pool:
             tier = self._tiers[device] = Tier.DEVICE if device.type == self._device.type else Tier.HOST
         return tier
 
+    def _is_kept(self, kind: Kind, tier: Tier) -> bool:
+        """Whether memory is lent again after it was given back. An accelerator's host lends all: fresh pages cost more than copies."""
+        return kind in self._kept or tier is Tier.HOST
+
     def _find(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
         """The smallest free storage that is large enough and not much too large; of several the last: the others may go."""
+        self._collect()
         best: _Free | None = None
         for free in self._free:
             size = free.storage.nbytes()
@@ -101,14 +109,32 @@ class Pool:
         if not torch_private.is_shared(buffer):
             if Poison.enabled:
                 poison(buffer)
-            if kind in self._kept and buffer.is_cpu and buffer.nbytes:
+            if self._is_kept(kind, tier) and buffer.is_cpu and buffer.nbytes:
                 self._free.append(_Free(buffer.untyped_storage()))
                 self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return
+        elif tier is Tier.HOST:
+            self._lingering.append(buffer)
+            self._ledger.add(Kind.POOL, buffer.nbytes, tier)
+            return
         self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes(), tier)
+
+    def _collect(self) -> None:
+        """Lend again what nobody has a view of any more."""
+        free = [buffer for buffer in self._lingering if not torch_private.is_shared(buffer)]
+        if free:
+            self._lingering = [buffer for buffer in self._lingering if all(buffer is not each for each in free)]
+            for buffer in free:
+                if Poison.enabled:
+                    poison(buffer)
+                self._free.append(_Free(buffer.untyped_storage()))
 
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""
+        self._collect()
+        for buffer in self._lingering:
+            self._ledger.add(Kind.POOL, -buffer.nbytes, Tier.HOST)
+        self._lingering.clear()
         self._drop([free for free in self._free if not free.is_fresh])
         for free in self._free:
             free.is_fresh = False

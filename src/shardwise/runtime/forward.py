@@ -283,7 +283,9 @@ class _Chain:
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
-                return Packed(flat, unit.unit.name, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
+                return Packed(
+                    flat, unit.unit.name, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor._version
+                )
             self.engine.pin(unit.unit.name)
         if self._covered is not None:
             return (self._covered[0](tensor),)
