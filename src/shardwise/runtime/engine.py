@@ -280,6 +280,7 @@ class Engine:
         if state.opened is not None:
             return state.opened
         if state.flat.is_owned_whole:
+            self.wait_until_copied()  # Who reads them in place may write to them.
             values = state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
             return state.spec.view(values, shift=state.spec.offset)
         raise not_gathered(state)
@@ -295,6 +296,10 @@ class Engine:
                     target.copy_(slice_of(values, state, target))
             if state.flat.full is not None:
                 state.spec.view(state.flat.full).copy_(values)
+
+    def wait_until_copied(self) -> None:
+        """Until no save is copying values at rest: they are given to someone who may change them."""
+        self.executor.wait_until_copied()
 
     def cast(self, state: ParamState, dtype: torch.dtype) -> None:
         """Show a parameter in another dtype. Its buffer follows at the next use, when the whole model has been cast."""

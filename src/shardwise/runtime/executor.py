@@ -20,6 +20,7 @@ from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
 from shardwise.devices import memory, torch_private
 from shardwise.devices.pool import Pool
+from shardwise.runtime.copying import Copying
 from shardwise.runtime.flat import FlatState, ParamState, lies_at
 from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.parameter import bring_values, point_away, point_to
@@ -108,6 +109,8 @@ class Executor:
         self.is_lean = self.flats[0].device.type != "cpu"
         """Whether memory goes before time: on an accelerator, what is gathered ahead waits while a reduction holds memory."""
         self.is_reducing = False
+        self.copying: Copying | None = None
+        """What a save copies of the values at rest and of the optimizer's state beside the steps."""
         self._postponed: list[str] = []
         self._foreign_bytes: int | None = None
         """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
@@ -275,6 +278,7 @@ class Executor:
 
     def _keep_written(self, state: UnitState, written: Sequence[ParamState]) -> None:
         """What a forward has written to its own weights belongs to them: each rank keeps its own part."""
+        self.wait_until_copied()
         self.wait_until_read(state.receipts)  # Peers gather what was there before.
         with torch.no_grad():
             for param in written:
@@ -329,7 +333,8 @@ class Executor:
         return [flat for unit in self.units.values() for flat in unit.flats]
 
     def before_change(self) -> None:
-        """Values at rest are about to be changed: no peer may still be reading them, nor be about to."""
+        """Values at rest are about to be changed: no peer may still be reading them, nor be about to, and no save be copying them."""
+        self.wait_until_copied()
         self.keep(frozenset())
         if self.plan.fetches_params:
             self.drop_idle()  # Gathered ahead in a step that failed, or kept for a backward that did not come.
@@ -337,6 +342,13 @@ class Executor:
         self.wait_until_read(offered)
         if self.disk is not None:
             self.disk.forget_all_ahead(but=Kind.OPTIM)  # What updates need was read for them.
+
+    def wait_until_copied(self) -> None:
+        """Values at rest are about to be changed, or given to someone who may: a save may still be copying them."""
+        copying = self.copying
+        if copying is not None:
+            self.meter.hold_up(copying.wait())
+            self.copying = None
 
     def note_activations(self) -> None:
         """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way."""
@@ -426,6 +438,7 @@ class Executor:
             if flat.full is not None and not flat.is_aliased and flat.line is None:
                 flat.full.copy_(flat.master)
             return Handle("copy")
+        self.wait_until_copied()  # The values at rest may be a part of the full buffer.
         self.gather_log.add(f"refresh {name}")
         state = self.units[name]
         return self.fill(flat, partial(self._find_room, state, flat), f"updated parameters of '{state.unit.label}'")

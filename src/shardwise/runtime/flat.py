@@ -63,6 +63,10 @@ class Host(Protocol):
         """Overwrite a parameter with full values that every rank has."""
         ...
 
+    def wait_until_copied(self) -> None:
+        """Until no save is copying values at rest."""
+        ...
+
     def cast(self, state: ParamState, dtype: torch.dtype) -> None:
         """Show a parameter in another dtype from now on."""
         ...

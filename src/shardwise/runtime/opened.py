@@ -37,8 +37,10 @@ class Opened:
     def _gather_values(self) -> torch.Tensor:
         flat = self.flat
         if flat.is_aliased and flat.full is not None:
+            self._executor.wait_until_copied()
             return flat.full
         if not self._is_borrowed:
+            self._executor.wait_until_copied()
             return flat.master
         values = self._executor.pool.take(flat.layout.numel, flat.precision.master, flat.device, Kind.GATHERED)
         try:

@@ -92,6 +92,7 @@ class Meter:
         self._place = Place.OUTSIDE
         self._since: float | None = None
         self._waited_seconds = 0.0
+        self._held_up_seconds = 0.0
         self._is_committed = False
         self._values: dict[str, float] = {}
         self._begin_step(0.0)
@@ -123,11 +124,12 @@ class Meter:
             self._beside_ledger_bytes = max(self._beside_ledger_bytes, self._allocated() - self._ledger.live_on(Tier.DEVICE))
             self._look_seconds += self.clock() - now
         phase = _PHASE_BEFORE.get((self._place, to)) or _PHASE_AT[self._place]
-        self._phases[phase] += now - since - self._waited_seconds
+        self._phases[phase] += now - since - self._waited_seconds - self._held_up_seconds
         self._phases[Phase.COMMUNICATION] += self._waited_seconds
+        self._phases[Phase.OTHER] += self._held_up_seconds
         if self.tracer.is_on:
             self.tracer.add(Lane.LOOP, self._place.value, since, now)
-        self._place, self._since, self._waited_seconds = to, now, 0.0
+        self._place, self._since, self._waited_seconds, self._held_up_seconds = to, now, 0.0, 0.0
 
     @property
     def place(self) -> Place:
@@ -154,6 +156,11 @@ class Meter:
     def wait(self, seconds: float) -> None:
         """Others were waited for, beside the collectives that are recorded."""
         self._waited_seconds += seconds
+
+    def hold_up(self, seconds: float) -> None:
+        """The loop was held up by what is no part of training, such as a save beside it."""
+        if self.is_on:
+            self._held_up_seconds += seconds
 
     def arrive(self) -> None:
         """This rank has come to the step's common exchange."""
