@@ -74,6 +74,7 @@ class Backward:
                 )
             self._engine.meter.move(Place.BACKWARD)
             self._engine.spent_grads.clear()
+            self._executor.note_activations()  # All that the forward has left is there.
             self._engine.meter.tracer.start_laps()
             entry = self._engine.forward.last_entry
             schedule = self._engine.schedule_of(entry)

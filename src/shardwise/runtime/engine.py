@@ -418,6 +418,7 @@ class Engine:
         self._pinned.clear()
         if self.disk is not None:
             self.disk.forget_all_ahead()
+        if self.plan.keeps_state_on_disk:
             self.agreement.agree_on_disk()
         self.num_updates += bool(updated)
         self.executor.refresh(updated)
