@@ -214,10 +214,12 @@ def _call_first(build: Callable[..., Any], kind: Any, args: Sequence[Any], state
     return build(*args)
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """What an accelerator has given out. The public function makes a table of all it counts first, which takes ten times as long."""
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """What an accelerator has given out, now and at most. The public functions make a table of all it counts first, which takes ten
+    times as long."""
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return int(torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]["current"])
+    found = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
+    return int(found["current"]), int(found["peak"])
 
 
 def put_around_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:

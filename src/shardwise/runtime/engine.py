@@ -387,6 +387,7 @@ class Engine:
     def before_update(self) -> bool:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
         self.meter.move(Place.UPDATE)
+        self.executor.note_activations()
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
         if self.backward.is_running:
