@@ -67,12 +67,12 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a block whose forward has not ended."""
+    """A call of a block whose forward has not ended, with its checkpoint, if it has one."""
 
     name: str
-    checkpoint: Generator[None]
-    is_watched: bool
     buffers: list[_Written]
+    checkpoint: Generator[None] | None = None
+    is_watched: bool = False
 
 
 class Recompute:
@@ -96,12 +96,14 @@ class Recompute:
 
     def arrange(self) -> None:
         """A call from outside begins: hooks that users have set since the last one stay outside of what is run again."""
+        self.reset()
         for module, before, after in self._hooks:
             torch_private.put_around_forward(module, before, after)
 
     def begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Just before a block's forward."""
         if not self._is_wanted():
+            self._calls.append(_Call(name, []))
             return
         buffers = self._look_at_buffers(name, module)
         again = self._make_again(name, module, len(args), tuple(kwargs), buffers)
@@ -112,18 +114,19 @@ class Recompute:
         if is_watched:
             chain = Chain(self._engine, torch_private.top_saved_tensor_hooks())
             torch_private.push_saved_tensor_hooks(chain.pack, chain.unpack)
-        self._calls.append(_Call(name, checkpoint, is_watched, buffers))
+        self._calls.append(_Call(name, buffers, checkpoint, is_watched))
 
     def end(self, name: str, output: Any) -> None:
         """Just after it, also if it has failed."""
-        if not self._calls or self._calls[-1].name != name:
+        if not any(call.name == name for call in self._calls):
             return
-        call = self._calls.pop()
+        while (call := self._calls.pop()).name != name:
+            self._leave(call)
         self._leave(call)
-        module = self._engine.modules[name]
-        if output is not None and (name, module.training) not in self._written:
+        key = name, self._engine.modules[name].training
+        if output is not None and call.checkpoint is not None and key not in self._written:
             call.buffers[:] = [each for each in call.buffers if each.is_changed]
-            self._written[name, module.training] = [(each.module, each.name) for each in call.buffers]
+            self._written[key] = [(each.module, each.name) for each in call.buffers]
 
     def reset(self) -> None:
         """After a failure: no call is open."""
@@ -133,7 +136,8 @@ class Recompute:
     def _leave(self, call: _Call) -> None:
         if call.is_watched:
             torch_private.pop_saved_tensor_hooks()
-        call.checkpoint.close()
+        if call.checkpoint is not None:
+            call.checkpoint.close()
 
     def _is_wanted(self) -> bool:
         """Not where nothing is saved, nor inside a checkpoint of the users' own or of a block around this one."""
