@@ -94,7 +94,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def put_around_forward(module: torch.nn.Module, before: int, after: int) -> None:
     """Let two hooks of a module, by their keys, be the last of those before its forward and the first of those after it."""
-    hooks = module._forward_pre_hooks
+    hooks: Any = module._forward_pre_hooks
     if next(reversed(hooks)) != before:
         hooks.move_to_end(before)
     hooks = module._forward_hooks

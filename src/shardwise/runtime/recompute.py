@@ -181,15 +181,14 @@ class Recompute:
 @contextmanager
 def _as_before(buffers: Sequence[_Written]) -> Iterator[None]:
     """Let buffers be as they were, and afterwards as they are."""
-    found = [_Written.of(each.module, each.name) for each in buffers]
+    found = [now for each in buffers if (now := _Written.of(each.module, each.name)) is not None]
     for each in buffers:
         each.put()
     try:
         yield
     finally:
         for each in found:
-            if each is not None:
-                each.put()
+            each.put()
 
 
 class _Begin(Hook):
