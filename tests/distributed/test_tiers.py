@@ -371,42 +371,6 @@ def test_without_pinned_memory_the_state_is_named(sim_world: World) -> None:
 # ---------------------------------------------------------------- activations
 
 
-def _train_long(num_tokens: int, **plan: Any) -> dict[str, Any]:
-    """Losses of a run with many tokens, what the device held at most, and what the host held of activations."""
-    gc.collect()
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(32) for _ in range(4))).to("sim")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded = shardwise.shard(model, optimizer, **plan)
-    gc.collect()
-    base = sim.memory(rank).live_bytes
-    sim.reset_peak(rank)
-    losses = []
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(2, num_tokens, 32).to("sim")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    del loss
-    ledger = sharded.ledger
-    held = ledger.peak(Kind.ACTIVATION, Tier.HOST), ledger.live(Kind.ACTIVATION, Tier.HOST)
-    return {"losses": losses, "peak": sim.memory(rank).peak_bytes - base, "held": held}
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_activations_on_the_host_change_no_bit_and_free_the_device(sim_world: World, stage: int) -> None:
-    here = sim_world.run(_train_long, 64, stage=stage, ranks=2)
-    away = sim_world.run(_train_long, 64, stage=stage, activations="host", ranks=2)
-    for plain, moved in zip(here, away, strict=True):
-        assert moved["losses"] == plain["losses"]
-        assert moved["peak"] < 0.6 * plain["peak"]
-        assert moved["held"][0] > 0.5 * plain["peak"]
-        assert moved["held"][1] == 0  # All of it is let go with the graph.
-
-
 def _save_odd_views() -> bool:
     """Saved tensors of odd forms come back as they were: transposed, cut, expanded, of other dtypes."""
 
@@ -422,15 +386,15 @@ def _save_odd_views() -> bool:
             return (wide * wide.cos()).sum() + (z.clamp(-9, 9).half().float() ** 2).sum() + y.max(dim=0).values.sum()
 
     grads = []
-    for activations in ("device", "host"):
+    for activations in ("device", "host", "disk"):
         torch.manual_seed(0)
         model = Odd().to("sim")
-        shardwise.shard(model, stage=0, activations=activations)
+        shardwise.shard(model, stage=0, activations=activations, folder=FOLDER)
         x = torch.randn(64, 64, dtype=torch.float64).to("sim").requires_grad_()
         model(x).backward()
         assert x.grad is not None
         grads.append(x.grad.cpu())
-    return torch.equal(*grads)
+    return all(torch.equal(grad, grads[0]) for grad in grads)
 
 
 def test_saved_tensors_of_any_form_come_back_as_they_were(sim_world: World) -> None:

@@ -89,7 +89,7 @@ def advice(units: Sequence[Unit], plan: Plan, num_ranks: int, capacity_bytes: in
         f"gradients and optimizer state at rest and {format_bytes(needed.work_bytes)} to work on a unit, without activations."
     )
     if needed.num_bytes < capacity_bytes:
-        return f"{text} That would fit: the rest is activations. Take a smaller batch, activation checkpointing or activations='host'."
+        return f"{text} That would fit: the rest is activations. Take a smaller batch, or activations='recompute' or 'host'."
     for change, other in _alternatives(plan, (Tier.HOST.value,)):
         found = footprint(units, other, num_ranks, num_states)
         if found.num_bytes < min(capacity_bytes, needed.num_bytes):

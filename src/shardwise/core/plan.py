@@ -54,7 +54,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "nonfinite": ("skip", "raise", "keep"),
     "unused": ("raise", "zero"),
     "path": ("auto", "network"),
-    "activations": (Tier.DEVICE.value, Tier.HOST.value),
+    "activations": (Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value, "recompute"),
 }
 _TIERS = {tier.value: tier for tier in Tier}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -92,7 +92,9 @@ class Plan:
         folder: Where files of the disk tier are made, for this user alone; ``shardwise-offload`` in the current folder, if None.
         staging_bytes: The most memory through which bytes pass on their way to and from the disk; three times what the update of
             the largest flat buffer needs, if None: one at work, one read ahead, one written behind.
-        activations: Where what the forward leaves for the backward rests: on the ``device``, or on the ``host`` until it is needed.
+        activations: Where what the forward leaves for the backward rests until it is needed: on the ``device``, the ``host`` or the
+            ``disk``; or ``recompute``: the forwards of blocks (units that have modules inside, but no other unit) leave their inputs
+            alone, and are run again in the backward.
         init_seed: Seed for models that are built on the meta device.
 
     >>> Plan(stage=3, prefetch=2).sharded == SHARDED_AT_STAGE[3]
@@ -158,7 +160,12 @@ class Plan:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state rests on disk."""
+        """Whether anything rests on disk."""
+        return self.keeps_state_on_disk or self.activations == Tier.DISK.value
+
+    @property
+    def keeps_state_on_disk(self) -> bool:
+        """Whether any state rests on disk, and not activations alone."""
         return any(name == Tier.DISK.value for _, name in self.tiers)
 
     @property

@@ -18,7 +18,7 @@ def allocated_bytes(device: torch.device) -> int:
     """What the allocator of a device has given out to this process and not got back; 0 where it does not tell."""
     if device.type == "cpu":
         return malloc.used_bytes()
-    return torch_private.allocated_bytes(device)
+    return torch_private.allocated_bytes(device)[0]
 
 
 def advise(device: torch.device, advice: Callable[[int], str]) -> None:

@@ -46,6 +46,14 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
         state = state_of(new)
         if state is not None:
             remember(old, state)
+    _attach_hooks(engine, units)
+    register(engine)
+    if device.type == "cpu":
+        release_unused()
+    return engine
+
+
+def _attach_hooks(engine: Engine, units: Sequence[Unit]) -> None:
     for name, module in engine.modules.items():
         has_units = any(_contains(name, unit.name) for unit in units)
         if has_units or any(state_of(param) is not None for param in module.parameters()):
@@ -55,10 +63,8 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
             for unit in units:
                 if _contains(f"{name}.layers.0" if name else "layers.0", unit.name):
                     engine.open_also_at(name, unit.name)
-    register(engine)
-    if device.type == "cpu":
-        release_unused()
-    return engine
+    if engine.recompute is not None:
+        engine.recompute.attach()
 
 
 def _contains(module: str, unit: str) -> bool:

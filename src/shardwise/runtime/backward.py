@@ -74,6 +74,7 @@ class Backward:
                 )
             self._engine.meter.move(Place.BACKWARD)
             self._engine.spent_grads.clear()
+            self._executor.note_activations()  # All that the forward has left is there.
             self._engine.meter.tracer.start_laps()
             entry = self._engine.forward.last_entry
             schedule = self._engine.schedule_of(entry)
@@ -218,6 +219,8 @@ class Backward:
         self.strays = tuple(running.script.strays)
         self.release_all()
         if not running.num_grads:
+            if self._engine.disk is not None:  # No later moment would tell.
+                self._engine.disk.refuse_failed("Gradients cannot be relied on.")
             return
         # Where not all parameters were used there is nothing to go by: the next pass may use more.
         counts = Counter({unit: num for unit, num in running.num_grads.items() if running.num_rounds[unit]})

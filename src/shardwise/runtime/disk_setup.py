@@ -17,6 +17,7 @@ from shardwise.core.unit import Unit
 from shardwise.runtime.engine import Setup
 from shardwise.runtime.flat import Precision
 from shardwise.runtime.offload import LOADS_AT_ONCE
+from shardwise.runtime.saved_places import PIECE_BYTES
 from shardwise.stores.disk import DiskStore
 from shardwise.stores.ranges import round_up
 from shardwise.wire.comm import Lanes, gather_bytes
@@ -61,7 +62,8 @@ def open_disk(setup: Setup, units: Sequence[Unit], device: torch.device, num_sta
     """
     need = need_of(units, setup, device, num_states)
     _check_budget(setup.plan, need)
-    return replace(setup, store=_open_store(setup.plan, setup.lanes, need), load_bytes=need.load_bytes)
+    load_bytes = max(need.load_bytes, PIECE_BYTES if setup.plan.activations == Tier.DISK.value else 0)
+    return replace(setup, store=_open_store(setup.plan, setup.lanes, need), load_bytes=load_bytes)
 
 
 def _check_budget(plan: Plan, need: DiskNeed) -> None:

@@ -23,7 +23,7 @@ from shardwise.core.tree import Tree
 from shardwise.core.unit import ROOT, Unit
 from shardwise.devices import memory, torch_private
 from shardwise.runtime import digest
-from shardwise.runtime.activations import HostRoom
+from shardwise.runtime.activations import Room
 from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.executor import Executor, UnitState
@@ -34,7 +34,9 @@ from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
+from shardwise.runtime.recompute import RECOMPUTE, Recompute
 from shardwise.runtime.reducer import Reducer
+from shardwise.runtime.saved_places import OnDisk, OnHost
 from shardwise.runtime.tensors import buffer_bytes
 from shardwise.stores.disk import DiskStore
 from shardwise.telemetry.meter import Meter, Place
@@ -79,8 +81,9 @@ class Engine:
         self.executor = Executor(units, plan, lanes, self.meter, ledger, disk)
         self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)
-        self.activations = HostRoom(self.executor) if plan.activations == Tier.HOST.value else None
+        self.activations = self._make_room(setup)
         self.forward = Forward(self)
+        self.recompute = Recompute(self) if plan.activations == RECOMPUTE else None
         self.backward = Backward(self)
         self.agreement = Agreement(self.executor, self.reducer, self.forward, self.backward)
         self.digest = digest.Digest()
@@ -100,6 +103,15 @@ class Engine:
         self._also_opened: dict[str, list[str]] = {}
         self._traces: dict[str, Trace] = {}
         self._schedules: dict[str, Schedule] = {}
+
+    def _make_room(self, setup: Setup) -> Room | None:
+        """Where saved tensors rest, if not on the device."""
+        if self.plan.activations == Tier.HOST.value:
+            return Room(self.executor, self.modules.values(), OnHost(self.ledger))
+        if self.plan.activations == Tier.DISK.value and self.disk is not None:
+            spared_bytes = setup.load_bytes if self.plan.keeps_state_on_disk else 0
+            return Room(self.executor, self.modules.values(), OnDisk(self.disk, self.device, spared_bytes))
+        return None
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -163,6 +175,10 @@ class Engine:
             opened.take_foreign()
             opened.store_own_part()
         self._hook_params()
+        if self.recompute is not None:
+            self.recompute.arrange()
+        if self.activations is not None:
+            self.activations.look_around()
         if self.plan.buffers != "local" and self.lanes.size > 1 and self.is_synced:
             self._sync_buffers(module)
 
@@ -251,6 +267,8 @@ class Engine:
 
     def recover(self) -> None:
         """After an exception in mid-step: bring everything to rest, and drop what was half done."""
+        if self.recompute is not None:
+            self.recompute.reset()
         self.forward.reset()
         self.backward.abandon()
         self.reducer.abandon()
@@ -376,6 +394,7 @@ class Engine:
     def before_update(self) -> bool:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
         self.meter.move(Place.UPDATE)
+        self.executor.note_activations()
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
         if self.backward.is_running:
@@ -407,6 +426,7 @@ class Engine:
         self._pinned.clear()
         if self.disk is not None:
             self.disk.forget_all_ahead()
+        if self.plan.keeps_state_on_disk:
             self.agreement.agree_on_disk()
         self.num_updates += bool(updated)
         self.executor.refresh(updated)

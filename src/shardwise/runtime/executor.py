@@ -18,7 +18,7 @@ from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
-from shardwise.devices import memory, torch_private
+from shardwise.devices import torch_private
 from shardwise.devices.pool import Pool
 from shardwise.runtime.copying import Copying
 from shardwise.runtime.flat import FlatState, ParamState, lies_at
@@ -114,6 +114,8 @@ class Executor:
         self._postponed: list[str] = []
         self._foreign_bytes: int | None = None
         """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
+        self._most_bytes = 0
+        """What it had given out at most, when it was last looked at."""
         self._memory: dict[int, tuple[UnitState, FlatState]] = {}
         """To which unit a gathered buffer belongs, by the key of its storage."""
 
@@ -351,14 +353,20 @@ class Executor:
             self.copying = None
 
     def note_activations(self) -> None:
-        """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way."""
+        """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way.
+
+        Also what it had given out between the last look and this one, if that was more than ever before.
+        """
         if not self.is_lean or not self.meter.is_on:
             return
         held = self.ledger.live_on(Tier.DEVICE) - self.ledger.live(Kind.ACTIVATION)
-        others = memory.allocated_bytes(self.flats[0].device) - held
+        now, most = torch_private.allocated_bytes(self.flats[0].device)
         if self._foreign_bytes is None:
-            self._foreign_bytes = others
-        self.ledger.set(Kind.ACTIVATION, max(0, others - self._foreign_bytes))
+            self._foreign_bytes = now - held
+        elif most != self._most_bytes:
+            self.ledger.set(Kind.ACTIVATION, max(0, most - held - self._foreign_bytes))
+        self._most_bytes = most
+        self.ledger.set(Kind.ACTIVATION, max(0, now - held - self._foreign_bytes))
 
     def trim(self) -> None:
         """Free what nobody needs: also what was shared when it was released, perhaps with a collective that was just ending."""
@@ -368,6 +376,7 @@ class Executor:
         self.pool.end_step()
         if self.is_lean:
             self.ledger.set(Kind.ACTIVATION, 0)
+            self._most_bytes = torch_private.allocated_bytes(self.flats[0].device)[1]  # Of the update: none of these.
         for state in self.units.values():
             for flat in state.flats:
                 if flat.reserved is not None and not torch_private.is_shared(flat.reserved):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import PlanError
+from shardwise.core.ledger import Tier
 from shardwise.core.plan import SHARDED_AT_STAGE, Plan, StateKind
 from shardwise.core.tree import balanced_tree
 
@@ -141,3 +142,14 @@ def test_plan_fits_its_number_of_ranks_only() -> None:
         Plan(weights=(1, 2)).fit(3)
     with pytest.raises(PlanError, match="each of the 3 ranks once"):
         Plan(tree=(0, 1)).fit(3)
+
+
+def test_activations_rest_somewhere_or_are_computed_again() -> None:
+    for name in ("device", "host", "disk", "recompute"):
+        plan = Plan(activations=name)
+        assert Plan.from_toml(plan.to_toml()) == plan
+        assert plan.uses_disk == (name == "disk")
+        assert not plan.keeps_state_on_disk
+        assert plan.without(Tier.DISK).activations == ("device" if name == "disk" else name)
+    with pytest.raises(PlanError, match="activations must be one of 'device', 'host', 'disk', 'recompute' but is 'cpu'"):
+        Plan(activations="cpu")
