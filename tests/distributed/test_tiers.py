@@ -20,7 +20,8 @@ from shardwise.core.ledger import Kind, Tier
 from shardwise.core.unit import find_units
 from shardwise.devices import sim
 from shardwise.testing import World
-from tests.distributed.matrix import FACTORS, Case, Group, Outcome, covering, difference, train
+from tests.distributed.matrix import FACTORS, Case, Outcome, covering
+from tests.distributed.offloaded import ON_DISK, check_bits, try_case
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 9
@@ -59,19 +60,7 @@ CASES = _cases()
 
 
 def _train_away(cases: list[Away]) -> list[Outcome | str]:
-    return [_try(case.case, **case.plan) for case in cases]
-
-
-def _train_here(groups: list[Group]) -> list[Outcome | str]:
-    layouts = ["whole" if group.optimizer in ("Adafactor", "Muon") else "even" for group in groups]
-    return [_try(Case(*astuple(group), 0, 1, layout)) for group, layout in zip(groups, layouts, strict=True)]
-
-
-def _try(case: Case, **offload: Any) -> Outcome | str:
-    try:
-        return train(case, device="sim", num_steps=NUM_STEPS, **offload)
-    except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    return [try_case(case.case, device="sim", num_steps=NUM_STEPS, **case.plan) for case in cases]
 
 
 def test_the_cases_cover_every_choice_at_every_stage() -> None:
@@ -83,19 +72,8 @@ def test_the_cases_cover_every_choice_at_every_stage() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_where_state_rests_changes_no_bit(sim_world: World, ranks: int) -> None:
     cases = [case for case in CASES if case.ranks == ranks]
-    groups = sorted({case.group for case in cases})
     away = sim_world.run(_train_away, cases, ranks=ranks, timeout_seconds=600)
-    here = sim_world.run(_train_here, groups, ranks=ranks, timeout_seconds=600)
-    wrong = []
-    for rank in range(ranks):
-        expected = dict(zip(groups, here[rank], strict=True))
-        for case, found in zip(cases, away[rank], strict=True):
-            reference = expected[case.group]
-            assert not isinstance(reference, str), reference
-            differs = found if isinstance(found, str) else difference(found, reference)
-            if differs:
-                wrong.append(f"rank {rank}, {case}: {differs}")
-    assert not wrong, "\n".join([f"{len(wrong)} of {ranks * len(cases)}", *wrong[:10]])
+    check_bits(sim_world, ranks, cases, away, device="sim", num_steps=NUM_STEPS)
 
 
 # ---------------------------------------------------------------- memory and bytes
@@ -135,7 +113,6 @@ WIDTH, DEPTH = 128, 6
 FLATS = [flat for unit in find_units(Stack(WIDTH, DEPTH)) for flat in unit.flats]
 HERE: dict[str, str] = {}
 ALL = {"optim": "host", "grad": "host", "param": "host"}
-ON_DISK = {"optim": "disk", "grad": "disk", "param": "disk"}
 
 
 def _peak(system: str, num_steps: int = 3, **plan: Any) -> dict[str, Any]:
