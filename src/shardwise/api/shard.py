@@ -122,6 +122,7 @@ def shard(  # noqa: PLR0913
     Raises:
         PlanError: The plan contradicts itself, the optimizer or the ranks.
         UsageError: The model is sharded already, or the optimizer is another model's.
+        OffloadError: A rank's disk cannot be used: found before anything is changed, unless it fails while it is written to.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(4, 4)
@@ -158,6 +159,7 @@ def shard(  # noqa: PLR0913
     rehearsal = None if example is None else rehearse(model, found, example)
     memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
     engine = attach(model, found, setup, device)
+    engine.agreement.agree_on_disk()
     engine.meter.is_on = accounting
     if rehearsal is not None:
         engine.use_trace(ROOT, rehearsal.trace)

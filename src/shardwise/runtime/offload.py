@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -245,6 +246,14 @@ class DiskTier:
         """Note what went wrong: ranks tell each other when they next meet."""
         if self.failure is None:
             self.failure = str(error)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Leave the rest of a block out where the disk refuses, and note it: an error raised at once would leave peers waiting."""
+        try:
+            yield
+        except OffloadError as error:
+            self.fail(error)
 
     def forgive(self) -> None:
         """All state is about to be loaded anew."""
