@@ -17,6 +17,8 @@ from torch import nn
 
 import shardwise
 from shardwise.core.ledger import Kind, Tier
+from shardwise.core.records import StepRecord
+from shardwise.telemetry.sink import Callback
 from shardwise.testing import World
 from tests.distributed.matrix import FACTORS, Case, Outcome, covering
 from tests.distributed.offloaded import DEPTH, KINDS, ON_DISK, WIDTH, check_bits, make, step, try_case, weights
@@ -105,6 +107,43 @@ def test_all_of_it_on_disk_is_read_for_each_use(world: World, tmp_path: Path) ->
         assert found["OPTIM"] == 2 * share
         assert found["written"] == (1 + 1 + 2) * share
         assert found["read"] == (2 + 1 + 1 + 2) * share - kept
+
+
+class Kept(Callback):
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def _record_steps(folder: str, stage: int) -> tuple[dict[str, float], dict[str, float]]:
+    """What the records of some steps say of the disk, and what the tier has counted meanwhile."""
+    model, optimizer, handle = make(folder, stage=stage, tiers=ON_DISK)
+    disk, kept = handle.engine.disk, Kept()
+    assert disk is not None
+    with shardwise.record(model, sinks=[kept]):
+        before = disk.read_bytes, disk.written_bytes, disk.waited_seconds
+        for number in range(4):
+            step(model, optimizer, number)
+        counted = (disk.read_bytes, disk.written_bytes, disk.waited_seconds)
+    told = {"read": 0.0, "written": 0.0, "waited": 0.0}
+    for record in kept.records:
+        assert record.disk is not None
+        assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)
+        assert min(record.phases.values()) >= 0, record.phases
+        told["read"] += record.disk.read_bytes
+        told["written"] += record.disk.written_bytes
+        told["waited"] += record.disk_seconds
+    return told, {key: now - then for key, now, then in zip(told, counted, before, strict=True)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_records_tell_of_the_disk_what_it_counts(world: World, tmp_path: Path, stage: int) -> None:
+    for told, counted in world.run(_record_steps, str(tmp_path), stage, ranks=2):
+        assert (told["read"], told["written"]) == (counted["read"], counted["written"])
+        assert told["read"] > 0
+        assert told["waited"] == pytest.approx(counted["waited"], rel=1e-6)
 
 
 def _train_within(folder: str, staging_bytes: int | None) -> tuple[list[torch.Tensor], int, int] | str:

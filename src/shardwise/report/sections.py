@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from statistics import mean
 
@@ -31,7 +31,7 @@ ACTIVATIONS = "activations and temporary values"
 KIND_COLOURS = {kind.value: at for at, kind in enumerate(Kind)}
 KIND_COLOURS[ACTIVATIONS] = KIND_COLOURS[Kind.ACTIVATION.value]
 PHASE_COLOURS = {phase.value: at for at, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION))}
-PHASE_COLOURS |= {Phase.OPTIMIZER.value: 4, Phase.DATA.value: 5, Phase.OTHER.value: 7}
+PHASE_COLOURS |= {Phase.DISK.value: 3, Phase.OPTIMIZER.value: 4, Phase.DATA.value: 5, Phase.OTHER.value: 7}
 _BLOCK_COLOURS = {"forward": 0, "backward": 1, "gather": 2, "reduce": 3}
 _OPTIMIZER_LANE = "optimizer"
 _OPTIMIZER_PLACES = (Place.AFTER_BACKWARD.value, Place.UPDATE.value)
@@ -45,6 +45,12 @@ def colour_of_kind(name: str) -> int:
     """Of a kind of memory, in whatever tier it rests."""
     kind = name.partition(" (")[0].rpartition(": ")[2]
     return KIND_COLOURS.get(kind, KIND_COLOURS[Kind.POOL.value])
+
+
+def phase_colours(found: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """The phases that are shown: all of them, but that of the disk only where it is waited for."""
+    has_disk = any(phases.get(Phase.DISK.value) for phases in found)
+    return {phase: colour for phase, colour in PHASE_COLOURS.items() if has_disk or phase != Phase.DISK.value}
 
 
 def bytes_text(value: float) -> str:
@@ -154,16 +160,15 @@ def memory(run: RunLog, page: Page, prefix: str) -> str:
 
 def time(run: RunLog, page: Page, prefix: str) -> str:
     """Where the time of a step goes."""
-    bars = {}
-    for rank in run.ranks:
-        found = figures.mean_phases(run.steady_records_of(rank))
-        bars[f"rank {rank}"] = {phase: found.get(phase, 0.0) for phase in PHASE_COLOURS}
-    chart = bar_chart(bars, PHASE_COLOURS, title="Seconds of a step by phase and rank", x=format_seconds)
+    found = {f"rank {rank}": figures.mean_phases(run.steady_records_of(rank)) for rank in run.ranks}
+    colours = phase_colours(found.values())
+    bars = {rank: {phase: phases.get(phase, 0.0) for phase in colours} for rank, phases in found.items()}
+    chart = bar_chart(bars, colours, title="Seconds of a step by phase and rank", x=format_seconds)
     rows: list[list[Cell | str]] = [
         [rank, *(in_seconds(value) for value in parts.values()), in_seconds(sum(parts.values()))]
         for rank, parts in bars.items()
     ]
-    behind = table(["rank", *PHASE_COLOURS, "all"], rows, caption="Seconds of a step by phase and rank")
+    behind = table(["rank", *colours, "all"], rows, caption="Seconds of a step by phase and rank")
     walls = [(step, mean(record.seconds for record in by_rank.values())) for step, by_rank in run.whole_steps.items()]
     line = line_chart(
         [Line("a step", thinned(walls), 0)], title="Seconds of each step", x_label="step", y=format_seconds, from_zero=True
@@ -171,7 +176,7 @@ def time(run: RunLog, page: Page, prefix: str) -> str:
     later = table(
         ["step", "seconds"], [[Cell(str(step), step), in_seconds(value)] for step, value in thinned(walls)], caption="By step"
     )
-    body = page.figure(chart, legend=PHASE_COLOURS, behind=behind) + page.figure(line, legend={}, behind=later)
+    body = page.figure(chart, legend=colours, behind=behind) + page.figure(line, legend={}, behind=later)
     return section(f"{prefix}time", "Time of a step", body, "Means without the first two steps. The parts add up to the step.")
 
 

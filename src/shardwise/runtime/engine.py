@@ -74,6 +74,7 @@ class Engine:
         self.modules = dict(model.named_modules())
         self.device = units[0].flats[0].device
         self.meter = Meter(lanes.rank, ledger, self._look_at_process, lambda: memory.allocated_bytes(self.device))
+        self.meter.disk = disk
         self.executor = Executor(units, plan, lanes, self.meter, ledger, disk)
         self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)

@@ -52,7 +52,7 @@ class Line:
             OffloadError: They cannot be read.
         """
         values = torch.empty((self.numel if stop is None else stop) - start, dtype=self.dtype)
-        self.read(values, start).wait()
+        self.tier.wait_for([self.read(values, start)])
         return values
 
     def set(self, values: torch.Tensor, start: int = 0) -> None:
@@ -61,7 +61,7 @@ class Line:
         Raises:
             OffloadError: They cannot be written.
         """
-        self.write(values.detach().to("cpu", self.dtype).contiguous(), start).wait()
+        self.tier.wait_for([self.write(values.detach().to("cpu", self.dtype).contiguous(), start)])
         self.tier.give_back(values.nbytes)
 
     def read(self, target: torch.Tensor, start: int = 0) -> Ticket:
@@ -110,12 +110,11 @@ class Load:
             OffloadError: One could not be read. The load is given back then.
         """
         tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.join()
-        error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
-        if error is not None:
+        try:
+            self._tier.wait_for(tickets)
+        except OffloadError:
             self.drop()
-            raise error
+            raise
 
     def write(self, lines: Sequence[Line]) -> None:
         """Begin to put some of the lines back, and let the memory go when that is done."""
@@ -130,8 +129,7 @@ class Load:
 
     def drop(self) -> None:
         """Nobody needs the numbers: let the memory go."""
-        for ticket in self._tickets:
-            ticket.join()
+        self._tier.join(self._tickets)
         self._views.clear()
         self._tier.staging.give(self._buffer)
 
@@ -163,7 +161,28 @@ class DiskTier:
         self._aheads: dict[tuple[int, ...], Load] = {}
         self._writes: list[Ticket] = []
         self._idle_bytes = 0
+        self._joined_seconds = 0.0
         self.staging = self._make_staging(staging_bytes or LOADS_AT_ONCE * least_bytes)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long was waited for what is read, for what is written, and for memory to come back from it."""
+        return self._joined_seconds + self.staging.wait_seconds
+
+    def join(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until all have ended, well or not."""
+        self._joined_seconds += sum(ticket.join() for ticket in tickets)
+
+    def wait_for(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until all have ended.
+
+        Raises:
+            OffloadError: One has failed.
+        """
+        self.join(tickets)
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
 
     def _make_staging(self, budget_bytes: int) -> Staging:
         return Staging(max(budget_bytes, BLOCK_BYTES), on_change=self._book_staging)
@@ -221,6 +240,7 @@ class DiskTier:
         num_bytes = _room_bytes(lines)
         if num_bytes > self.staging.budget_bytes and self._is_elastic:
             self.settle()
+            self._joined_seconds += self.staging.wait_seconds
             self.staging = self._make_staging(LOADS_AT_ONCE * num_bytes)
         while True:
             try:
@@ -286,8 +306,7 @@ class DiskTier:
     def settle(self) -> None:
         """Wait until nothing is under way."""
         self.forget_all_ahead()
-        for ticket in self._writes:
-            ticket.join()
+        self.join(self._writes)
         self.check_writes()
         self.sweep()
 
