@@ -9,6 +9,7 @@ from statistics import mean
 from shardwise.report import figures
 from shardwise.report.charts import Line, bar_chart, line_chart
 from shardwise.report.disk import disk_of_runs
+from shardwise.report.memory import layers_of, memory_figure
 from shardwise.report.page import headline, run_body
 from shardwise.report.parts import Cell, Page, format_seconds, in_bytes, in_seconds, section, table
 from shardwise.report.runs import RunLog
@@ -16,8 +17,6 @@ from shardwise.report.sections import (
     OP_COLOURS,
     bytes_text,
     colour_of_kind,
-    layers_of,
-    memory_figure,
     phase_colours,
     thinned,
 )
@@ -71,12 +70,11 @@ def _memory_through_step(runs: Mapping[str, RunLog], page: Page) -> str:
         if run.traced_steps:
             found = run.traces_of(run.traced_steps[-1])
             traces[name] = found[min(found)]
-    tops = [
-        sum(layer.values[at] for layer in layers) for xs, layers in map(layers_of, traces.values()) for at in range(len(xs))
-    ]
+    stacks = [layers_of(trace, runs[name].allocator_tiers) for name, trace in traces.items()]
+    tops = [sum(layer.values[at] for layer in layers) for xs, layers in stacks for at in range(len(xs))]
     high = max(tops, default=0.0)
     panels = "".join(
-        f"<div><h3>{escape(name)}, rank {trace.rank}</h3>{memory_figure(trace, page, high, _NARROW)}</div>"
+        f"<div><h3>{escape(name)}, rank {trace.rank}</h3>{memory_figure(trace, runs[name].allocator_tiers, page, high, _NARROW)}</div>"
         for name, trace in traces.items()
     )
     about = "One step of the first rank of each run, on one scale."

@@ -8,7 +8,7 @@ from statistics import mean
 
 from shardwise.core.records import Phase
 from shardwise.core.sizes import format_bytes
-from shardwise.report import disk, figures, sections
+from shardwise.report import disk, figures, memory, sections
 from shardwise.report.charts import NUM_COLOURS
 from shardwise.report.parts import Page, cards, format_seconds, warning
 from shardwise.report.runs import RunLog
@@ -42,8 +42,8 @@ def run_body(run: RunLog, page: Page | None = None, prefix: str = "") -> str:
         "".join(warning(f"Rank {rank}: {leak}") for rank, leak in run.leaks),
         cards(headline(run)),
         sections.loss(run, page, prefix),
-        sections.memory_through_step(run, page, prefix),
-        sections.memory(run, page, prefix),
+        memory.memory_through_step(run, page, prefix),
+        memory.memory(run, page, prefix),
         sections.time(run, page, prefix),
         sections.timeline(run, page, prefix),
         sections.traffic(run, page, prefix),

@@ -8,10 +8,10 @@ from html import escape
 from statistics import mean
 
 from shardwise.core.ledger import Kind
-from shardwise.core.records import Lane, Phase, Span, StepTrace
+from shardwise.core.records import Lane, Phase, Span
 from shardwise.core.sizes import format_bytes
 from shardwise.report import figures
-from shardwise.report.charts import WIDTH, Block, Layer, Line, area_chart, bar_chart, lane_chart, line_chart
+from shardwise.report.charts import Block, Line, bar_chart, lane_chart, line_chart
 from shardwise.report.parts import (
     Cell,
     Page,
@@ -27,9 +27,7 @@ from shardwise.report.parts import (
 from shardwise.report.runs import RunLog
 from shardwise.telemetry.meter import Place
 
-ACTIVATIONS = "activations and temporary values"
 KIND_COLOURS = {kind.value: at for at, kind in enumerate(Kind)}
-KIND_COLOURS[ACTIVATIONS] = KIND_COLOURS[Kind.ACTIVATION.value]
 PHASE_COLOURS = {phase.value: at for at, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION))}
 PHASE_COLOURS |= {Phase.DISK.value: 3, Phase.OPTIMIZER.value: 4, Phase.DATA.value: 5, Phase.OTHER.value: 7}
 _BLOCK_COLOURS = {"forward": 0, "backward": 1, "gather": 2, "reduce": 3}
@@ -74,88 +72,6 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     size = max(1, -(-len(points) // _MOST_POINTS))
     groups = (points[at : at + size] for at in range(0, len(points), size))
     return [(group[-1][0], mean(value for _, value in group)) for group in groups]
-
-
-def layers_of(trace: StepTrace) -> tuple[list[float], list[Layer]]:
-    """Milliseconds, and bytes by kind. What the allocator has given out beyond the ledger and the least of it are activations."""
-    xs = [row[0] * 1e3 for row in trace.memory]
-    columns = list(zip(*(row[1:] for row in trace.memory), strict=True)) if trace.memory else []
-    kinds = [name.removeprefix("device: ") for name in trace.kinds[:-1]]
-    layers = [Layer(name, values, colour_of_kind(name)) for name, values in zip(kinds, columns, strict=False) if any(values)]
-    layers.sort(key=lambda layer: (layer.colour in (1, 8), layer.colour))
-    if columns and any(columns[-1]):
-        beside = [allocated - sum(row) for allocated, row in zip(columns[-1], zip(*columns[:-1], strict=True), strict=True)]
-        base = min(beside)
-        layers.append(Layer(ACTIVATIONS, [value - base for value in beside], KIND_COLOURS[ACTIVATIONS]))
-    return xs, layers
-
-
-def memory_through_step(run: RunLog, page: Page, prefix: str) -> str:
-    """The saw-tooth of gather and release."""
-    title = "Memory through one step"
-    if not run.traced_steps:
-        return section(f"{prefix}step-memory", title, '<p class="nothing">No step was traced yet.</p>')
-    step = run.traced_steps[-1]
-    panels = {}
-    for rank, trace in run.traces_of(step).items():
-        panels[f"rank {rank}"] = memory_figure(trace, page)
-    about = (
-        f"Step {step}. What the ledger holds by kind, at each change; above it what else the allocator has given out since the "
-        "step was at its leanest: activations and temporary values."
-    )
-    return section(f"{prefix}step-memory", title, page.tabs(panels, label="rank"), about)
-
-
-def memory_figure(trace: StepTrace, page: Page, high: float = 0.0, width: int = WIDTH) -> str:
-    """One rank's memory through one step."""
-    xs, layers = layers_of(trace)
-    title, x_label = f"Memory by kind on rank {trace.rank}", "ms since the step began"
-    chart = area_chart(xs, layers, title=title, x_label=x_label, y=bytes_text, high=high, width=width)
-    rows: list[list[Cell | str]] = [
-        [layer.name, in_bytes(layer.values[0]), in_bytes(max(layer.values)), in_bytes(layer.values[-1])] for layer in layers
-    ]
-    behind = table(["kind", "at the begin", "at most", "at the end"], rows, caption="Memory by kind in the step")
-    return page.figure(chart, legend={layer.name: layer.colour for layer in layers}, behind=behind)
-
-
-def memory(run: RunLog, page: Page, prefix: str) -> str:
-    """The most of each kind by rank, and the ledger beside what the machine says."""
-    bars: dict[str, dict[str, float]] = {}
-    rows: list[list[Cell | str]] = []
-    for rank, log in run.ranks.items():
-        peaks = figures.peak_by_kind(log.steps)
-        bars[f"rank {rank}"] = dict(sorted(peaks.items(), key=lambda item: colour_of_kind(item[0])))
-        seen = [record for record in log.steps if record.process is not None]
-        last = seen[-1] if seen else None
-        live = 0 if last is None else sum(each.live_bytes for each in last.held)
-        process = None if last is None else last.process
-        if process is not None:
-            rest = process.resident_bytes - live
-            rows.append(
-                [
-                    f"rank {rank}",
-                    in_bytes(max(record.peak_bytes for record in log.steps)),
-                    in_bytes(live),
-                    in_bytes(process.allocated_bytes),
-                    in_bytes(process.resident_bytes),
-                    in_bytes(rest),
-                    in_bytes(process.peak_resident_bytes),
-                ]
-            )
-    kinds = {kind: colour_of_kind(kind) for parts in bars.values() for kind in parts}
-    chart = bar_chart(bars, kinds, title="The most of each kind by rank", x=bytes_text)
-    behind = table(
-        ["rank", *kinds], [[rank, *(in_bytes(parts.get(kind, 0)) for kind in kinds)] for rank, parts in bars.items()],
-        caption="The most of each kind by rank",
-    )  # fmt: skip
-    heads = ["rank", "most at once", "live between steps", "allocated", "resident", "unattributed", "most resident"]
-    reconciled = table(heads, rows, caption="The ledger beside what the machine says") if rows else ""
-    about = (
-        "The most of each kind, which need not have been at the same time. Below, the ledger beside what the machine says: the rest "
-        "is unattributed, the program itself among it."
-    )
-    body = page.figure(chart, legend=kinds, behind=behind) + reconciled
-    return section(f"{prefix}memory", "Memory by kind", body, about)
 
 
 def time(run: RunLog, page: Page, prefix: str) -> str:

@@ -140,7 +140,7 @@ class Meter:
             self._end_step(self._since)
         since = now if self._since is None else self._since
         if to is Place.AFTER_FORWARD and self._is_looking:
-            self._beside_ledger_bytes = max(self._beside_ledger_bytes, self._allocated() - self._ledger.live_on(Tier.DEVICE))
+            self._beside_ledger_bytes = max(self._beside_ledger_bytes, self._allocated() - self._ledger.allocated_bytes)
             self._look_seconds += self.clock() - now
         phase = _PHASE_BEFORE.get((self._place, to)) or _PHASE_AT[self._place]
         on_disk = self._take_disk_seconds(now - since - self._waited_seconds)
@@ -269,7 +269,7 @@ class Meter:
         is_booked = self._ledger.peak_since_mark(Kind.ACTIVATION) > 0
         if is_booked or process is None or not process.allocated_bytes or not self._beside_ledger_bytes:
             return ()
-        between = process.allocated_bytes - self._ledger.live_on(Tier.DEVICE)
+        between = process.allocated_bytes - self._ledger.allocated_bytes
         return (Held(Tier.DEVICE.value, Kind.ACTIVATION.value, 0, max(0, self._beside_ledger_bytes - between)),)
 
 

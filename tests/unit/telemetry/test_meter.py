@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.events import Event
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.records import DiskUse, Process, StepRecord
 from shardwise.telemetry.meter import Meter, Place
 from shardwise.telemetry.sink import Callback
@@ -220,3 +220,11 @@ def test_activations_are_what_the_forward_leaves_beyond_the_ledger() -> None:
     meter.flush()
     assert meter.last is not None
     assert {each.kind: each.peak_bytes for each in meter.last.held}["activations"] == 400
+
+
+def test_memory_that_is_mapped_from_the_system_is_none_of_the_allocators() -> None:
+    ledger = Ledger()
+    ledger.add(Kind.PARAM, 100)
+    ledger.add(Kind.STAGING, 7)
+    ledger.add(Kind.OPTIM, 50, Tier.HOST)
+    assert (ledger.live_on(Tier.DEVICE), ledger.allocated_bytes) == (107, 100)
