@@ -79,7 +79,7 @@ def _open_store(plan: Plan, lanes: Lanes, need: DiskNeed) -> DiskStore:
     store: DiskStore | None = None
     error: OffloadError | None = None
     try:
-        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}")
+        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}", is_passing=plan.folder is None)
         store.free(store.reserve(need.file_bytes, "state that rests on disk"))
     except OffloadError as found:
         error = found
