@@ -1,7 +1,9 @@
 """State that rests off the device: the same bits, exact bytes, and the memory that it was meant to free."""
 
+import ast
 import gc
 import itertools
+import re
 import tempfile
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -172,11 +174,16 @@ def test_gradients_travel_to_the_host_once_and_parameters_back_once(sim_world: W
         assert found["host"]["MASTER"] == share
 
 
-def _train_on_little(capacity_bytes: int, **plan: Any) -> str:
-    """Train a model that was never on the device as a whole; returns the error, if it ran out of memory."""
+def _train_on_little(capacity_bytes: int, host_bytes: int = 0, **plan: Any) -> str:
+    """Train a model that was never on the device as a whole; returns the error, if it ran out of memory.
+
+    Args:
+        host_bytes: What may be taken of the host's memory; no limit, if 0.
+    """
     gc.collect()
     rank = dist.get_rank()
     sim.configure(rank, capacity_bytes=sim.memory(rank).live_bytes + capacity_bytes)
+    sim.set_pinned_capacity(host_bytes)
     try:
         with torch.device("meta"):
             model = Stack(WIDTH, 2 * DEPTH)
@@ -190,6 +197,7 @@ def _train_on_little(capacity_bytes: int, **plan: Any) -> str:
         return str(error)
     finally:
         sim.configure(rank, capacity_bytes=0)
+        sim.set_pinned_capacity(0)
     return ""
 
 
@@ -201,6 +209,19 @@ def test_a_model_trains_whose_state_is_many_times_what_the_device_holds(sim_worl
     assert "It would fit with tiers={'optim': 'host', 'grad': 'host', 'param': 'host'}" in message
     for tiers in (ALL, ON_DISK):
         assert sim_world.run(_train_on_little, capacity_bytes, stage=3, tiers=tiers, folder=FOLDER, ranks=1) == [""]
+
+
+def test_advice_for_a_host_of_little_memory_is_the_disk_and_following_it_trains(sim_world: World) -> None:
+    num_params = sum(param.numel() for param in Stack(WIDTH, 2 * DEPTH).parameters())
+    limits = 16 * num_params // 8, 11 * num_params  # The host has room for parameters, gradients and what passes to disk.
+    message = sim_world.run(_train_on_little, *limits, stage=1, ranks=1)[0]
+    found = re.search(
+        r"It would fit with stage=(\d) and tiers=(\{.*?\}): .* on the device, .* in the host's memory, .* on disk", message
+    )
+    assert found is not None, message
+    tiers = ast.literal_eval(found[2])
+    assert tiers == {"optim": "disk", "grad": "host", "param": "host"}
+    assert sim_world.run(_train_on_little, *limits, stage=int(found[1]), tiers=tiers, folder=FOLDER, ranks=1) == [""]
 
 
 # ---------------------------------------------------------------- what else touches state

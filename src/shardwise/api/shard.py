@@ -157,7 +157,9 @@ def shard(  # noqa: PLR0913
     if plan.uses_disk:
         setup = open_disk(setup, found, device, num_states_of(optimizers))
     rehearsal = None if example is None else rehearse(model, found, example)
-    memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
+    free_bytes, num_local = memory.free_host_bytes(), lanes.hosts.count(lanes.hosts[lanes.rank])
+    share_bytes = None if free_bytes is None else free_bytes // num_local
+    memory.advise(device, lambda size: advice(found, plan, lanes.size, size, num_states_of(optimizers), share_bytes))
     engine = attach(model, found, setup, device)
     engine.agreement.agree_on_disk()
     engine.meter.is_on = accounting

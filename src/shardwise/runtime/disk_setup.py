@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.errors import OffloadError, PlanError
+from shardwise.core.footprint import LOADS_AT_ONCE
 from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.rest import rests_of
@@ -16,7 +17,6 @@ from shardwise.core.sizes import format_bytes
 from shardwise.core.unit import Unit
 from shardwise.runtime.engine import Setup
 from shardwise.runtime.flat import Precision
-from shardwise.runtime.offload import LOADS_AT_ONCE
 from shardwise.stores.disk import DiskStore
 from shardwise.stores.ranges import round_up
 from shardwise.wire.comm import Lanes, gather_bytes

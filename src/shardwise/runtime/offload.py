@@ -13,16 +13,13 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.core.errors import OffloadError, UsageError
+from shardwise.core.footprint import LOADS_AT_ONCE  # At work, read ahead, written behind.
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.devices.malloc import release_unused
 from shardwise.stores.disk import DiskStore
 from shardwise.stores.ranges import BLOCK_BYTES, round_up
 from shardwise.stores.staging import Staging, StagingReport
 from shardwise.stores.store import Slot, Ticket
-
-LOADS_AT_ONCE = 3
-"""Loads of the largest size that staging has room for, unless the plan says otherwise: at work, read ahead, written behind."""
-
 
 _MOST_IDLE_BYTES = 16 * 2**20
 """What goes to disk from memory of its own, before such memory is given back to the system."""
