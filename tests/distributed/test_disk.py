@@ -128,6 +128,9 @@ def _record_steps(folder: str, stage: int) -> tuple[dict[str, float], dict[str, 
             step(model, optimizer, number)
         counted = (disk.read_bytes, disk.written_bytes, disk.waited_seconds)
     told = {"read": 0.0, "written": 0.0, "waited": 0.0}
+    report = handle.pool_report
+    assert report.staging is not None and report.staging.touched_bytes > 0
+    assert "largest free" in str(report) and "disk staging" in str(report)
     for record in kept.records:
         assert record.disk is not None
         assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.api.arguments import as_list
 from shardwise.api.checks import check_model, check_optimizers, check_tables, compare_ranks
+from shardwise.api.pool_report import MemoryReport, report_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.events import Totals
 from shardwise.core.footprint import advice
@@ -72,6 +73,11 @@ class Sharded:
     def ledger(self) -> Ledger:
         """Bytes held on this rank."""
         return self.engine.ledger
+
+    @property
+    def pool_report(self) -> MemoryReport:
+        """What the memory that buffers are taken from holds, lends and wastes on this rank; print it to read it."""
+        return report_of(self.engine)
 
     @property
     def num_updates(self) -> int:

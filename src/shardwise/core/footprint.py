@@ -94,8 +94,8 @@ class _Sizes:
         is_cast = flat.dtype.is_floating_point and not flat.keeps_dtype
         compute = (plan.dtype("param_dtype") if is_cast else None) or flat.dtype
         reduced = plan.dtype("reduce_dtype") or compute
-        sizes = (flat.numel * dtype.itemsize for dtype in (flat.dtype, compute, reduced))
-        return cls(*sizes, is_mixed=compute != flat.dtype)
+        full, computed, gradient = (flat.numel * dtype.itemsize for dtype in (flat.dtype, compute, reduced))
+        return cls(full, computed, gradient, compute != flat.dtype)
 
 
 def _held(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from shardwise.core.ledger import MAPPED, Kind, Tier
 from shardwise.core.records import StepTrace
 from shardwise.report import figures
 from shardwise.report.charts import WIDTH, Layer, area_chart, bar_chart
 from shardwise.report.parts import Cell, Page, in_bytes, section, table
-from shardwise.report.runs import RunLog
+from shardwise.report.runs import RunLog, as_number
 from shardwise.report.sections import KIND_COLOURS, bytes_text, colour_of_kind
 
 ACTIVATIONS = "activations and temporary values"
@@ -109,5 +110,17 @@ def memory(run: RunLog, page: Page, prefix: str) -> str:
         "The most of each kind, which need not have been at the same time. Below, the ledger beside what the machine says: the rest "
         "is unattributed, the program itself among it."
     )
-    body = page.figure(chart, legend=kinds, behind=behind) + reconciled
+    body = page.figure(chart, legend=kinds, behind=behind) + reconciled + _pools(run)
     return section(f"{prefix}memory", "Memory by kind", body, about)
+
+
+def _pools(run: RunLog) -> str:
+    """What the memory that buffers are taken from held, lent and wasted at the end; nothing where nobody wrote it down."""
+    heads = ("taken", "lent", "idle", "wasted", "largest free")
+    rows: list[list[Cell | str]] = []
+    for rank, log in run.ranks.items():
+        found: dict[str, Any] = next((note["pool"] for note in reversed(log.notes) if isinstance(note.get("pool"), dict)), {})
+        for name, values in found.items():
+            if isinstance(values, dict):
+                rows.append([f"rank {rank}", str(name), *(in_bytes(as_number(values.get(head))) for head in heads)])
+    return table(["rank", "memory", *heads], rows, caption="Memory that buffers are taken from, at the end") if rows else ""
