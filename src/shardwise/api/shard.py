@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardwise.api.arguments import as_list
 from shardwise.api.checks import check_model, check_optimizers, check_tables, compare_ranks
+from shardwise.api.pool_report import MemoryReport, report_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.events import Totals
 from shardwise.core.footprint import advice
@@ -74,6 +75,11 @@ class Sharded:
         return self.engine.ledger
 
     @property
+    def pool_report(self) -> MemoryReport:
+        """What the memory that buffers are taken from holds, lends and wastes on this rank; print it to read it."""
+        return report_of(self.engine)
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps that were made, also those before a checkpoint that was loaded."""
         return self.engine.num_updates
@@ -122,6 +128,7 @@ def shard(  # noqa: PLR0913
     Raises:
         PlanError: The plan contradicts itself, the optimizer or the ranks.
         UsageError: The model is sharded already, or the optimizer is another model's.
+        OffloadError: A rank's disk cannot be used: found before anything is changed, unless it fails while it is written to.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(4, 4)
@@ -156,8 +163,11 @@ def shard(  # noqa: PLR0913
     if plan.uses_disk:
         setup = open_disk(setup, found, device, num_states_of(optimizers))
     rehearsal = None if example is None else rehearse(model, found, example)
-    memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
+    free_bytes, num_local = memory.free_host_bytes(), lanes.hosts.count(lanes.hosts[lanes.rank])
+    share_bytes = None if free_bytes is None else free_bytes // num_local
+    memory.advise(device, lambda size: advice(found, plan, lanes.size, size, num_states_of(optimizers), share_bytes))
     engine = attach(model, found, setup, device)
+    engine.agreement.agree_on_disk()
     engine.meter.is_on = accounting
     if rehearsal is not None:
         engine.use_trace(ROOT, rehearsal.trace)

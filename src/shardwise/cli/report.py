@@ -12,7 +12,7 @@ from shardwise.cli.parsing import Commands, Parser, add_command, port_number
 from shardwise.core.errors import UsageError
 from shardwise.report.chrome import chrome_trace
 from shardwise.report.compare import compare_body, name_runs
-from shardwise.report.figures import stragglers
+from shardwise.report.figures import disk_flow, stragglers
 from shardwise.report.live import LivePage, LiveServer
 from shardwise.report.page import document, headline, run_body
 from shardwise.report.runs import RunLog, load_run
@@ -82,10 +82,16 @@ def _body(runs: list[RunLog]) -> str:
 def _facts(run: RunLog) -> dict[str, object]:
     return {
         "headline": headline(run),
+        "disk": {rank: _disk_facts(run, rank) for rank in run.ranks},
         "stragglers": [vars(each) for each in stragglers(run)],
         "problems": run.problems,
         "folder": str(run.path),
     }
+
+
+def _disk_facts(run: RunLog, rank: int) -> dict[str, float] | None:
+    flow = disk_flow(run.steady_records_of(rank))
+    return None if flow is None else dict(vars(flow))
 
 
 def _write(target: Path, text: str, option: str) -> None:

@@ -40,6 +40,9 @@ class Kind(Enum):
     """Autograd holds them. Booked on accelerators, by what the allocator has given out beyond the rest, as units begin and end."""
 
 
+MAPPED = Kind.STAGING
+"""Its memory is mapped from the system: no allocator counts it."""
+
 Account = tuple[Tier, Kind]
 
 OnChange = Callable[[Account, int], None]
@@ -108,6 +111,11 @@ class Ledger:
     def live_on(self, tier: Tier) -> int:
         """Bytes that a tier holds now."""
         return self._tier_live[tier]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes on the device now that come from its allocator."""
+        return self._tier_live[Tier.DEVICE] - self._live[(Tier.DEVICE, MAPPED)]
 
     def peak_on(self, tier: Tier) -> int:
         """The most bytes that a tier ever held at once."""

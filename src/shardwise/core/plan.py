@@ -57,6 +57,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activations": (Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value, "recompute"),
 }
 _TIERS = {tier.value: tier for tier in Tier}
+
+
+def choices_of(field: str) -> tuple[str, ...]:
+    """What a field of a plan may be, if that is one of few words."""
+    return _CHOICES[field]
+
+
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

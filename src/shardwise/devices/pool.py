@@ -31,6 +31,27 @@ class _Free:
     is_fresh: bool = True
 
 
+_LENT = (Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD, Kind.WIRE)
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """Bytes of a pool on its device: lent, and taken for nothing."""
+
+    lent_bytes: int
+    slack_bytes: int
+    """What nobody asked for of storages that are lent: these may be larger than what they serve."""
+    idle_bytes: int
+    """Kept for the next request."""
+    largest_idle_bytes: int
+    num_idle: int
+
+    @property
+    def taken_bytes(self) -> int:
+        """All that was taken from the system."""
+        return self.lent_bytes + self.slack_bytes + self.idle_bytes
+
+
 class Pool:
     """Free storages, and the ledger's account of them and of those in use.
 
@@ -128,6 +149,14 @@ class Pool:
                 if Poison.enabled:
                     poison(buffer)
                 self._free.append(_Free(buffer.untyped_storage()))
+
+    @property
+    def report(self) -> PoolReport:
+        """What is lent, and what lies idle or is wasted."""
+        idle = [free.storage.nbytes() for free in self._free if self.tier_of(free.storage.device) is Tier.DEVICE]
+        lent_bytes = sum(self._ledger.live(kind) for kind in _LENT)
+        slack_bytes = self._ledger.live(Kind.POOL) - sum(idle)
+        return PoolReport(lent_bytes, slack_bytes, sum(idle), max(idle, default=0), len(idle))
 
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import UsageError
+from shardwise.core.ledger import Tier
 from shardwise.core.records import Header, StepRecord, StepTrace
 from shardwise.telemetry.files import RankLog, read_log
 from shardwise.telemetry.leaks import Leak
@@ -38,6 +39,17 @@ class RunLog:
     def host_number(self, key: str) -> float:
         """What the header says of its host; 0 where it says nothing, or no number."""
         return 0.0 if self.header is None else as_number(self.header.host.get(key))
+
+    @property
+    def allocator_tiers(self) -> tuple[str, ...]:
+        """Tiers whose memory comes from the allocator that was asked: on the CPU, the host's memory is the device's."""
+        is_on_cpu = self.header is None or str(self.header.host.get("device", "cpu")).startswith("cpu")
+        return (Tier.DEVICE.value, Tier.HOST.value) if is_on_cpu else (Tier.DEVICE.value,)
+
+    @property
+    def resident_tiers(self) -> tuple[str, ...]:
+        """Tiers whose memory is the host's."""
+        return self.allocator_tiers if Tier.HOST.value in self.allocator_tiers else (Tier.HOST.value,)
 
     @cached_property
     def steps(self) -> dict[int, dict[int, StepRecord]]:

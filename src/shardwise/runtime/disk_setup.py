@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.errors import OffloadError, PlanError
+from shardwise.core.footprint import LOADS_AT_ONCE
 from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.rest import rests_of
@@ -16,7 +17,6 @@ from shardwise.core.sizes import format_bytes
 from shardwise.core.unit import Unit
 from shardwise.runtime.engine import Setup
 from shardwise.runtime.flat import Precision
-from shardwise.runtime.offload import LOADS_AT_ONCE
 from shardwise.runtime.saved_places import PIECE_BYTES
 from shardwise.stores.disk import DiskStore
 from shardwise.stores.ranges import round_up
@@ -81,7 +81,7 @@ def _open_store(plan: Plan, lanes: Lanes, need: DiskNeed) -> DiskStore:
     store: DiskStore | None = None
     error: OffloadError | None = None
     try:
-        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}")
+        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}", is_passing=plan.folder is None)
         store.free(store.reserve(need.file_bytes, "state that rests on disk"))
     except OffloadError as found:
         error = found

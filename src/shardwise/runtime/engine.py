@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.errors import NonFiniteError, UsageError
+from shardwise.core.errors import NonFiniteError, OffloadError, UsageError
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.records import Process
@@ -78,6 +78,7 @@ class Engine:
         self.modules = dict(model.named_modules())
         self.device = units[0].flats[0].device
         self.meter = Meter(lanes.rank, ledger, self._look_at_process, lambda: memory.allocated_bytes(self.device))
+        self.meter.disk = disk
         self.executor = Executor(units, plan, lanes, self.meter, ledger, disk)
         self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)
@@ -299,9 +300,17 @@ class Engine:
             return state.opened
         if state.flat.is_owned_whole:
             self.wait_until_copied()  # Who reads them in place may write to them.
-            values = state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
-            return state.spec.view(values, shift=state.spec.offset)
+            return state.spec.view(self._read_alone(state), shift=state.spec.offset)
         raise not_gathered(state)
+
+    def _read_alone(self, state: ParamState) -> torch.Tensor:
+        """Full values that this rank has by itself. Whoever asks for them must not go on without; and others are told."""
+        try:
+            return state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
+        except OffloadError as error:
+            if self.disk is not None:
+                self.disk.fail(error)
+            raise
 
     def write(self, state: ParamState, values: torch.Tensor) -> None:
         """Overwrite a parameter; each rank keeps its own part, so that no collective is needed."""

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from shardwise.core.errors import OffloadError, UsageError
+from shardwise.core.footprint import LOADS_AT_ONCE  # At work, read ahead, written behind.
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.devices.malloc import release_unused
 from shardwise.stores.disk import DiskStore
 from shardwise.stores.ranges import BLOCK_BYTES, round_up
 from shardwise.stores.staging import Staging, StagingReport
 from shardwise.stores.store import Slot, Ticket
-
-LOADS_AT_ONCE = 3
-"""Loads of the largest size that staging has room for, unless the plan says otherwise: at work, read ahead, written behind."""
-
 
 _MOST_IDLE_BYTES = 16 * 2**20
 """What goes to disk from memory of its own, before such memory is given back to the system."""
@@ -51,7 +49,7 @@ class Line:
             OffloadError: They cannot be read.
         """
         values = torch.empty((self.numel if stop is None else stop) - start, dtype=self.dtype)
-        self.read(values, start).wait()
+        self.tier.wait_for([self.read(values, start)])
         return values
 
     def set(self, values: torch.Tensor, start: int = 0) -> None:
@@ -60,7 +58,7 @@ class Line:
         Raises:
             OffloadError: They cannot be written.
         """
-        self.write(values.detach().to("cpu", self.dtype).contiguous(), start).wait()
+        self.tier.wait_for([self.write(values.detach().to("cpu", self.dtype).contiguous(), start)])
         self.tier.give_back(values.nbytes)
 
     def read(self, target: torch.Tensor, start: int = 0) -> Ticket:
@@ -109,12 +107,11 @@ class Load:
             OffloadError: One could not be read. The load is given back then.
         """
         tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.join()
-        error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
-        if error is not None:
+        try:
+            self._tier.wait_for(tickets)
+        except OffloadError:
             self.drop()
-            raise error
+            raise
 
     def write(self, lines: Sequence[Line]) -> None:
         """Begin to put some of the lines back, and let the memory go when that is done."""
@@ -129,8 +126,7 @@ class Load:
 
     def drop(self) -> None:
         """Nobody needs the numbers: let the memory go."""
-        for ticket in self._tickets:
-            ticket.join()
+        self._tier.join(self._tickets)
         self._views.clear()
         self._tier.staging.give(self._buffer)
 
@@ -162,7 +158,28 @@ class DiskTier:
         self._aheads: dict[tuple[int, ...], Load] = {}
         self._writes: list[Ticket] = []
         self._idle_bytes = 0
+        self._joined_seconds = 0.0
         self.staging = self._make_staging(staging_bytes or LOADS_AT_ONCE * least_bytes)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long was waited for what is read, for what is written, and for memory to come back from it."""
+        return self._joined_seconds + self.staging.wait_seconds
+
+    def join(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until all have ended, well or not."""
+        self._joined_seconds += sum(ticket.join() for ticket in tickets)
+
+    def wait_for(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until all have ended.
+
+        Raises:
+            OffloadError: One has failed.
+        """
+        self.join(tickets)
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
 
     def _make_staging(self, budget_bytes: int) -> Staging:
         return Staging(max(budget_bytes, BLOCK_BYTES), on_change=self._book_staging)
@@ -221,6 +238,7 @@ class DiskTier:
         num_bytes = _room_bytes(lines)
         if num_bytes > self.staging.budget_bytes and self._is_elastic:
             self.settle()
+            self._joined_seconds += self.staging.wait_seconds
             self.staging = self._make_staging(LOADS_AT_ONCE * num_bytes)
         while True:
             try:
@@ -248,6 +266,14 @@ class DiskTier:
         """Note what went wrong: ranks tell each other when they next meet."""
         if self.failure is None:
             self.failure = str(error)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Leave the rest of a block out where the disk refuses, and note it: an error raised at once would leave peers waiting."""
+        try:
+            yield
+        except OffloadError as error:
+            self.fail(error)
 
     def forgive(self) -> None:
         """All state is about to be loaded anew."""
@@ -280,8 +306,7 @@ class DiskTier:
     def settle(self) -> None:
         """Wait until nothing is under way."""
         self.forget_all_ahead()
-        for ticket in self._writes:
-            ticket.join()
+        self.join(self._writes)
         self.check_writes()
         self.sweep()
 

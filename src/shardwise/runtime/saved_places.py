@@ -9,10 +9,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from shardwise.core.errors import OffloadError
+from shardwise.core.footprint import LOADS_AT_ONCE
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.devices import torch_private
 from shardwise.devices.host import empty_on_host
-from shardwise.runtime.offload import LOADS_AT_ONCE, DiskTier, Line
+from shardwise.runtime.offload import DiskTier, Line
 from shardwise.stores.ranges import BLOCK_BYTES, round_down, round_up
 
 PIECE_BYTES = 4 * 2**20

@@ -19,6 +19,12 @@ def keep_written(state: ParamState) -> None:
     state.version, state.is_handed_out = version, False
     if flat.is_aliased or not state.piece.numel:
         return
+    with flat.attempt():
+        _keep_changed(state)
+
+
+def _keep_changed(state: ParamState) -> None:
+    flat = state.flat
     before = state.piece.view(flat.read_part(state.piece.start, state.piece.stop), shift=state.piece.start)
     part = slice_of(state.compute.detach(), state, before).to(before.device)
     is_changed = part.to(flat.precision.compute) != before.to(flat.precision.compute)
