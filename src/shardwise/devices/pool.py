@@ -48,6 +48,10 @@ class Pool:
         self._ledger = ledger
         self._device = device
         self._free: list[_Free] = []
+        self.be_scarce(is_scarce)
+
+    def be_scarce(self, is_scarce: bool) -> None:
+        """Whether memory goes before time from now on."""
         self._heap = Heap(is_scarce=is_scarce)
         self._is_scarce = is_scarce
         self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}

@@ -137,6 +137,19 @@ class Engine:
         self._traces[entry] = trace
         self._schedules.pop(entry, None)
 
+    def use_plan(self, plan: Plan) -> None:
+        """Go on under another plan, of which state has come to rest where it says. All ranks do so together, between steps."""
+        self.plan = self.executor.plan = plan
+        self.forward.use_plan(plan)
+        self.backward.use_plan(plan)
+        self.reducer.forget_squares()
+        self.pool.be_scarce(plan.tier(StateKind.GRAD) is Tier.DISK)
+        self._schedules.clear()
+
+    def use_disk(self, disk: DiskTier | None) -> None:
+        """Have another disk tier, or none."""
+        self.disk = self.executor.disk = disk
+
     def opened_at(self, module: str) -> list[str]:
         """Units that are gathered around the calls of a module."""
         own = [module] if module in self.executor.units else []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.core.ledger import Tier
+from shardwise.core.plan import Plan
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.devices.flops import FlopCounter
@@ -55,9 +56,7 @@ class Forward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._executor = engine.executor
-        self._plan = engine.plan
-        self._is_sharded = engine.plan.fetches_params
-        self._watches_saved = self._is_sharded or engine.plan.activations != Tier.DEVICE.value
+        self.use_plan(engine.plan)
         self._compute_dtype = engine.plan.dtype("param_dtype")
         self._output_dtype = engine.plan.dtype("output_dtype")
         self._frames: list[Frame] = []
@@ -71,6 +70,12 @@ class Forward:
         self.recorded: dict[str, tuple[Moment, ...]] = {}
         self.strays: tuple[str, ...] = ()
         self.last_entry = ""
+
+    def use_plan(self, plan: Plan) -> None:
+        """What calls go by from now on."""
+        self._plan = plan
+        self._is_sharded = plan.fetches_params
+        self._watches_saved = self._is_sharded or plan.activations != Tier.DEVICE.value
 
     @property
     def is_open(self) -> bool:

@@ -119,6 +119,15 @@ def states_of(optimizer: Optimizer) -> list[ParamState]:
     return [state for state in found if state is not None]
 
 
+def optimizers_of(engine: Engine) -> list[Optimizer]:
+    """All optimizers that are known to train parameters of a model, with segments in their groups."""
+    found = [each for each in list(_BINDINGS) if any(state.host is engine for state in states_of(each))]
+    for optimizer in found:
+        _give_groups_back(optimizer, _BINDINGS[optimizer])  # A step that failed has left them.
+        adopt(optimizer)  # Groups may have been added since the last step.
+    return found
+
+
 def engines_of(states: Iterable[ParamState]) -> list[Engine]:
     """The engines of the models that parameters belong to."""
     hosts = {id(state.host): state.host for state in states}
