@@ -93,6 +93,8 @@ class Plan:
         staging_bytes: The most memory through which bytes pass on their way to and from the disk; three times what the update of
             the largest flat buffer needs, if None: one at work, one read ahead, one written behind.
         activations: Where what the forward leaves for the backward rests: on the ``device``, or on the ``host`` until it is needed.
+        adapt: Whether state is moved, and more or less gathered ahead, by what steps are seen to take: before a device runs out
+            of memory, and back when there is room. The bits are the same.
         init_seed: Seed for models that are built on the meta device.
 
     >>> Plan(stage=3, prefetch=2).sharded == SHARDED_AT_STAGE[3]
@@ -124,6 +126,7 @@ class Plan:
     folder: str | None = None
     staging_bytes: int | None = None
     activations: str = Tier.DEVICE.value
+    adapt: bool = False
     init_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -135,7 +138,7 @@ class Plan:
         for key in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, key) not in (None, *_DTYPES):
                 raise PlanError(f"{key} must be one of {', '.join(_DTYPES)} or None but is {getattr(self, key)!r}.")
-        for key in ("cast_forward_inputs", "reshard_after_forward"):
+        for key in ("cast_forward_inputs", "reshard_after_forward", "adapt"):
             if not isinstance(getattr(self, key), bool):
                 raise PlanError(f"{key} must be true or false but is {getattr(self, key)!r}.")
         _check_types(self)

@@ -9,6 +9,7 @@ from statistics import mean
 from shardwise.core.records import Phase
 from shardwise.core.sizes import format_bytes
 from shardwise.report import figures, sections
+from shardwise.report.adaptations import adaptations
 from shardwise.report.charts import NUM_COLOURS
 from shardwise.report.parts import Page, cards, format_seconds, warning
 from shardwise.report.runs import RunLog
@@ -48,6 +49,7 @@ def run_body(run: RunLog, page: Page | None = None, prefix: str = "") -> str:
         sections.timeline(run, page, prefix),
         sections.traffic(run, page, prefix),
         sections.stragglers(run, prefix),
+        adaptations(run, prefix),
         sections.configuration(run, prefix),
     ]
     return "".join(parts)

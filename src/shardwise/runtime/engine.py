@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.core.errors import NonFiniteError, UsageError
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
-from shardwise.core.records import Process
+from shardwise.core.records import Adaptation, Process
 from shardwise.core.schedule import Schedule, build_schedule
 from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
@@ -92,6 +92,8 @@ class Engine:
         self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
         self.num_skipped_in_a_row = 0
+        self.after_step: Callable[[], None] | None = None
+        self.adaptations: list[Adaptation] = []
         self._nonfinite: dict[int, bool] = {}
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
@@ -419,6 +421,8 @@ class Engine:
         self.executor.trim()
         self.book_optimizer(optim_bytes)
         self.meter.commit()
+        if self.after_step is not None:
+            self.after_step()
 
     def book_optimizer(self, optim_bytes: Mapping[str, int]) -> None:
         """Note what the optimizer's state takes, by the type of the device that it is on."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from shardwise.core.events import Event
 from shardwise.core.ledger import Kind, Ledger, Tier
@@ -55,6 +56,14 @@ _PHASE_BEFORE = {
     (Place.OUTSIDE, Place.UPDATE): Phase.OPTIMIZER,  # A second optimizer.
 }
 """What the time between two places was for, where that depends on what comes next."""
+
+
+class Glance(NamedTuple):
+    """A step that was committed: how long it took, what was waited for gathers, and what lay beside the ledger after its forward."""
+
+    seconds: float
+    waited_seconds: float
+    activation_bytes: int
 
 
 class Meter:
@@ -165,6 +174,16 @@ class Meter:
         """An update is made: the step ends with it, unless another update follows."""
         self.move(Place.OUTSIDE)
         self._is_committed = True
+
+    def glance(self) -> Glance:
+        """The step that was just committed. Activations are 0 where the ledger has them, or nobody has looked."""
+        seconds = 0.0 if self._since is None else self._since - self._begin_seconds
+        waited = sum(row[4] for (op, _, _), row in self._traffic.items() if op == "gather")
+        is_booked = self._ledger.peak_since_mark(Kind.ACTIVATION) > 0
+        if is_booked or not self._beside_ledger_bytes:
+            return Glance(seconds, waited, 0)
+        between = self._allocated() - self._ledger.live_on(Tier.DEVICE)
+        return Glance(seconds, waited, max(0, self._beside_ledger_bytes - between))
 
     # What users tell and ask
 
