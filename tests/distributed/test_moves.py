@@ -23,7 +23,7 @@ from tests.distributed.matrix import FACTORS, Case, Group, Outcome, covering, di
 from tests.unit.stores import children
 
 pytestmark = pytest.mark.dist
-NUM_STEPS = 6
+NUM_STEPS = 5
 KINDS = (shardwise.OPTIM, shardwise.GRAD, shardwise.PARAM)
 SUBSETS = [(kind,) for kind in KINDS] + [(shardwise.OPTIM, shardwise.PARAM), KINDS]
 STARTS = {
@@ -89,12 +89,12 @@ def _check_plan(model: nn.Module) -> None:
 
 
 def _move_twice(case: Moving, model: nn.Module, step: int, after: str) -> None:
-    """What the case says in the third step; and in the fifth, all of it to the device."""
+    """What the case says in the third step; and after the fourth, all of it to the device."""
     if (step, after) == (2, case.after):
         fraction = 1.0 if case.to == "device" else case.fraction
         shardwise.move(model, SUBSETS[case.kinds], case.to, fraction)
         _check_plan(model)
-    elif (step, after) == (4, "update"):
+    elif (step, after) == (3, "update"):
         shardwise.move(model, KINDS, "device")
         _check_plan(model)
 

@@ -28,6 +28,8 @@ MOST_PREFETCH = 4
 _MOST_PATIENCE_LOOKS = 1 << 20
 _HOST_PART = 0.5
 """Of the host's free memory: what all ranks together may move there."""
+_LASTING = (StateKind.OPTIM, StateKind.PARAM)
+"""What is on the device at the peak in any case. Gradients come after it, unless they are accumulated: they are not counted on."""
 _OUT = (StateKind.OPTIM, StateKind.GRAD, StateKind.PARAM)
 _BACK = (StateKind.PARAM, StateKind.OPTIM, StateKind.GRAD)
 
@@ -150,9 +152,9 @@ def _relieve(
             continue
         host_bytes -= num_bytes * len(measures)
         moves.append((kind, Tier.DISK if situation.is_on_host or host_bytes < 0 else Tier.HOST))
-        freed += num_bytes
+        freed += num_bytes if kind in _LASTING else 0
     expected = held_part(measures) + growth
-    if not freed:
+    if not moves and prefetch == situation.prefetch:
         return None, replace(past, part=held_part(measures), num_calm=0)
     again = {kind for kind, _ in moves} & past.returned
     longer = {kind: min(_MOST_PATIENCE_LOOKS, 2 * past.patience.get(kind, PATIENCE_LOOKS)) for kind in again}
