@@ -54,12 +54,12 @@ def _grow(capacity_bytes: int, folder: str, run: str = "", **plan: Any) -> dict[
     return {"losses": losses, "weights": weights, "peak": peak, "told": told, "tiers": handle.plan.tiers}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_a_run_whose_batches_grow_adapts_before_the_device_is_full(sim_world: World, tmp_path: Path, stage: int) -> None:
-    plan = {"stage": stage, "folder": str(tmp_path)}
+    plan = {"stage": stage, "folder": str(tmp_path), "deadline_seconds": 5}
     free = sim_world.run(_grow, 0, **plan, ranks=2)
     capacity_bytes = round(0.88 * max(found["peak"] for found in free))
-    failed = sim_world.run(_grow, capacity_bytes, **plan, deadline_seconds=3, ranks=2)
+    failed = sim_world.run(_grow, capacity_bytes, **plan, ranks=2)
     assert any("is out of memory" in found["error"] for found in failed)
     assert all(found["step"] > NUM_STEPS // 2 for found in failed)
     run = tmp_path / "run"
