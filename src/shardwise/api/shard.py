@@ -19,11 +19,13 @@ from shardwise.core.events import Totals
 from shardwise.core.footprint import advice
 from shardwise.core.ledger import Ledger, Tier
 from shardwise.core.plan import Plan
+from shardwise.core.records import Adaptation
 from shardwise.core.schedule import Schedule
 from shardwise.core.trace import Trace
 from shardwise.core.tree import host_tree
 from shardwise.core.unit import ROOT, Unit, find_units
 from shardwise.devices import memory
+from shardwise.runtime.adapt import adapt
 from shardwise.runtime.attach import attach, check_devices
 from shardwise.runtime.disk_setup import open_disk
 from shardwise.runtime.engine import Engine, Setup
@@ -83,6 +85,11 @@ class Sharded:
     def num_updates(self) -> int:
         """Optimizer steps that were made, also those before a checkpoint that was loaded."""
         return self.engine.num_updates
+
+    @property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """What was changed of the plan by itself (``adapt=True``), and why."""
+        return tuple(self.engine.adaptations)
 
     @property
     def totals(self) -> Totals:
@@ -148,6 +155,8 @@ def shard(  # noqa: PLR0913
     if units is not None:
         plan = plan.replace(units=tuple(unit.name for unit in found if unit.name))
     device = check_devices(model, found)
+    if plan.adapt and not accounting:
+        raise PlanError("adapt=True goes by what steps are seen to take: it needs accounting=True.")
     if device.type == "cpu":
         plan = plan.without(Tier.HOST)  # The host's memory is the device's.
     lanes = lanes or _find_lanes(mesh, device, plan)
@@ -169,6 +178,8 @@ def shard(  # noqa: PLR0913
     engine = attach(model, found, setup, device)
     engine.agreement.agree_on_disk()
     engine.meter.is_on = accounting
+    if plan.adapt:
+        adapt(engine)
     if rehearsal is not None:
         engine.use_trace(ROOT, rehearsal.trace)
         for module, unit in rehearsal.also_opened:

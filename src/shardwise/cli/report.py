@@ -18,6 +18,7 @@ from shardwise.report.page import document, headline, run_body
 from shardwise.report.runs import RunLog, load_run
 
 PAGE_NAME = "report.html"
+_MOST_CHANGES = 10
 _EXAMPLE = """\
 shardwise report runs/gpt-20260101-120000
 shardwise report runs/stage0 runs/stage1 runs/stage2 runs/stage3 --out stages.html
@@ -56,6 +57,8 @@ def execute(args: argparse.Namespace) -> int:
         print(f"{name}:")
         for key, value in headline(run).items():
             print(f"  {key:<36}{value:>16}")
+        for change in run.adaptations[-_MOST_CHANGES:]:
+            print(f"  {change}")
         for problem in run.problems[:3]:
             print(f"  note: {problem}")
     print(f"Report: {target}")
@@ -84,6 +87,7 @@ def _facts(run: RunLog) -> dict[str, object]:
         "headline": headline(run),
         "disk": {rank: _disk_facts(run, rank) for rank in run.ranks},
         "stragglers": [vars(each) for each in stragglers(run)],
+        "adaptations": [vars(each) for each in run.adaptations],
         "problems": run.problems,
         "folder": str(run.path),
     }

@@ -66,6 +66,7 @@ class Ledger:
     _earlier_peak: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
     _tier_live: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
     _tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
+    _recent_tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
     live_bytes: int = 0
     peak_bytes_since_mark: int = 0
     _earlier_peak_bytes: int = 0
@@ -78,8 +79,9 @@ class Ledger:
         if live > self._peak[account]:
             self._peak[account] = live
         on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
-        if on_tier > self._tier_peak[tier]:
-            self._tier_peak[tier] = on_tier
+        if on_tier > self._recent_tier_peak[tier]:
+            self._recent_tier_peak[tier] = on_tier
+            self._tier_peak[tier] = max(self._tier_peak[tier], on_tier)
         if tier is not Tier.DISK:
             self.live_bytes += num_bytes
         if self.live_bytes > self.peak_bytes_since_mark:
@@ -96,6 +98,7 @@ class Ledger:
         for account, peak in self._peak.items():
             self._earlier_peak[account] = max(self._earlier_peak[account], peak)
             self._peak[account] = self._live[account]
+        self._recent_tier_peak = defaultdict(int, self._tier_live)
         self._earlier_peak_bytes, self.peak_bytes_since_mark = self.peak_bytes, self.live_bytes
 
     @property
@@ -120,6 +123,10 @@ class Ledger:
     def peak_on(self, tier: Tier) -> int:
         """The most bytes that a tier ever held at once."""
         return self._tier_peak[tier]
+
+    def peak_on_since_mark(self, tier: Tier) -> int:
+        """The same since the last `mark`."""
+        return self._recent_tier_peak[tier]
 
     def live(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """Bytes of a kind that are held now."""

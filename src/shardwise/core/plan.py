@@ -102,6 +102,8 @@ class Plan:
         activations: Where what the forward leaves for the backward rests until it is needed: on the ``device``, the ``host`` or the
             ``disk``; or ``recompute``: the forwards of blocks (units that have modules inside, but no other unit) leave their inputs
             alone, and are run again in the backward.
+        adapt: Whether state is moved, and more or less gathered ahead, by what steps are seen to take: before a device runs out
+            of memory, and back when there is room. The bits are the same.
         init_seed: Seed for models that are built on the meta device.
 
     >>> Plan(stage=3, prefetch=2).sharded == SHARDED_AT_STAGE[3]
@@ -133,6 +135,7 @@ class Plan:
     folder: str | None = None
     staging_bytes: int | None = None
     activations: str = Tier.DEVICE.value
+    adapt: bool = False
     init_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -144,7 +147,7 @@ class Plan:
         for key in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, key) not in (None, *_DTYPES):
                 raise PlanError(f"{key} must be one of {', '.join(_DTYPES)} or None but is {getattr(self, key)!r}.")
-        for key in ("cast_forward_inputs", "reshard_after_forward"):
+        for key in ("cast_forward_inputs", "reshard_after_forward", "adapt"):
             if not isinstance(getattr(self, key), bool):
                 raise PlanError(f"{key} must be true or false but is {getattr(self, key)!r}.")
         _check_types(self)

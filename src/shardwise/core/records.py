@@ -199,6 +199,34 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Adaptation:
+    """What was changed of a plan at run time, and why.
+
+    Args:
+        step: After which step.
+        change: What was done, in words.
+        reason: Why.
+        held_part: Of a device's memory, on the rank that holds the most: expected at the peak.
+        waited_part: Of a step: waited for gathers, by all ranks.
+    """
+
+    step: int
+    change: str
+    reason: str
+    held_part: float
+    waited_part: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:
+        """Read plain values; what is unknown is left out."""
+        return cls(**plain_fields(cls, values))
+
+    def __str__(self) -> str:
+        seen = f"{self.held_part:.0%} of the memory, {self.waited_part:.0%} of a step waited for gathers"
+        return f"After step {self.step}: {self.change}, since {self.reason} ({seen})."
+
+
+@dataclass(frozen=True)
 class Header:
     """The first line of a rank's file: what ran, where, and under which plan. ``hash`` covers all but the rank's own facts."""
 

@@ -72,9 +72,13 @@ class Pool:
         self._lingering: list[torch.Tensor] = []
         """Given back on an accelerator's host while someone still had a view, such as an optimizer its list of gradients until its next
         turn."""
+        self._tiers: dict[torch.device, Tier] = {}
+        self.be_scarce(is_scarce)
+
+    def be_scarce(self, is_scarce: bool) -> None:
+        """Whether memory goes before time from now on."""
         self._heap = Heap(is_scarce=is_scarce)
         self._is_scarce = is_scarce
-        self._tiers: dict[torch.device, Tier] = {}
         self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:

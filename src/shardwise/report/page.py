@@ -9,6 +9,7 @@ from statistics import mean
 from shardwise.core.records import Phase
 from shardwise.core.sizes import format_bytes
 from shardwise.report import disk, figures, memory, sections
+from shardwise.report.adaptations import adaptations
 from shardwise.report.charts import NUM_COLOURS
 from shardwise.report.parts import Page, cards, format_seconds, warning
 from shardwise.report.runs import RunLog
@@ -49,6 +50,7 @@ def run_body(run: RunLog, page: Page | None = None, prefix: str = "") -> str:
         sections.traffic(run, page, prefix),
         disk.disk(run, page, prefix),
         sections.stragglers(run, prefix),
+        adaptations(run, prefix),
         sections.configuration(run, prefix),
     ]
     return "".join(parts)

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.core.errors import UsageError
 from shardwise.core.ledger import Tier
-from shardwise.core.records import Header, StepRecord, StepTrace
+from shardwise.core.records import Adaptation, Header, StepRecord, StepTrace
 from shardwise.telemetry.files import RankLog, read_log
 from shardwise.telemetry.leaks import Leak
 
@@ -89,6 +89,11 @@ class RunLog:
     def leaks(self) -> list[tuple[int, Leak]]:
         """Memory that was found to grow, with the rank."""
         return [(rank, leak) for rank, log in self.ranks.items() for leak in log.leaks]
+
+    @property
+    def adaptations(self) -> list[Adaptation]:
+        """What was changed of the plan at run time: all ranks do the same, so one rank's account is enough."""
+        return max((log.adaptations for log in self.ranks.values()), key=len, default=[])
 
     @property
     def traced_steps(self) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
+from shardwise.core.plan import Plan
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState
@@ -52,12 +53,16 @@ class Backward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._executor = engine.executor
-        self._is_sharded = engine.plan.fetches_params
+        self.use_plan(engine.plan)
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
         self._num_grads: dict[str, Counter[str]] = {}
         self.moments: tuple[Moment, ...] = ()
         self.strays: tuple[str, ...] = ()
+
+    def use_plan(self, plan: Plan) -> None:
+        """What passes go by from now on."""
+        self._is_sharded = plan.fetches_params
 
     @property
     def is_running(self) -> bool:
@@ -86,7 +91,7 @@ class Backward:
             self._pass = _Pass(Script(opening), self._engine.is_synced, torch_private.graph_task(), goals, opened)
             if self._pass.is_synced:
                 self._engine.reducer.begin(schedule.reduced_units)
-            self._engine.read_ahead()
+            self._engine.read_ahead(self._engine.plan)
             torch_private.at_end_of_backward(self._end)
         return self._pass
 

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.core.errors import NonFiniteError, OffloadError, UsageError
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
-from shardwise.core.records import Process
+from shardwise.core.records import Adaptation, Process
 from shardwise.core.schedule import Schedule, build_schedule
 from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
@@ -73,7 +73,7 @@ class Engine:
         self.lanes = lanes
         self.ledger = ledger
         self.disk = disk
-        self.read_ahead: Callable[[], None] = _nothing
+        self.read_ahead: Callable[[Plan], None] = _nothing
         """Called when a backward begins: what its update needs may be read from disk beside it."""
         self.modules = dict(model.named_modules())
         self.device = units[0].flats[0].device
@@ -98,6 +98,8 @@ class Engine:
         self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
         self.num_skipped_in_a_row = 0
+        self.after_step: Callable[[], None] | None = None
+        self.adaptations: list[Adaptation] = []
         self._nonfinite: dict[int, bool] = {}
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
@@ -151,6 +153,19 @@ class Engine:
         """Take another order of moments for an entry; all ranks do so together."""
         self._traces[entry] = trace
         self._schedules.pop(entry, None)
+
+    def use_plan(self, plan: Plan) -> None:
+        """Go on under another plan, of which state has come to rest where it says. All ranks do so together, between steps."""
+        self.plan = self.executor.plan = plan
+        self.forward.use_plan(plan)
+        self.backward.use_plan(plan)
+        self.reducer.forget_squares()
+        self.pool.be_scarce(plan.tier(StateKind.GRAD) is Tier.DISK)
+        self._schedules.clear()
+
+    def use_disk(self, disk: DiskTier | None) -> None:
+        """Have another disk tier, or none."""
+        self.disk = self.executor.disk = self.meter.disk = disk
 
     def opened_at(self, module: str) -> list[str]:
         """Units that are gathered around the calls of a module."""
@@ -442,6 +457,8 @@ class Engine:
         self.executor.trim()
         self.book_optimizer(optim_bytes)
         self.meter.commit()
+        if self.after_step is not None:
+            self.after_step()
 
     def book_optimizer(self, optim_bytes: Mapping[str, int]) -> None:
         """Note what the optimizer's state takes, by the type of the device that it is on."""
@@ -450,7 +467,7 @@ class Engine:
                 self.ledger.set(Kind.OPTIM, optim_bytes.get(kind, 0), tier)
 
 
-def _nothing() -> None:
+def _nothing(plan: Plan) -> None:
     pass
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.core.plan import Plan
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.devices.flops import FlopCounter
@@ -54,10 +55,7 @@ class Forward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._executor = engine.executor
-        self._plan = engine.plan
-        self._is_sharded = engine.plan.fetches_params
-        self.watches_saved = self._is_sharded or engine.activations is not None
-        """Whether what autograd saves is looked at."""
+        self.use_plan(engine.plan)
         self._compute_dtype = engine.plan.dtype("param_dtype")
         self._output_dtype = engine.plan.dtype("output_dtype")
         self._frames: list[Frame] = []
@@ -71,6 +69,13 @@ class Forward:
         self.recorded: dict[str, tuple[Moment, ...]] = {}
         self.strays: tuple[str, ...] = ()
         self.last_entry = ""
+
+    def use_plan(self, plan: Plan) -> None:
+        """What calls go by from now on."""
+        self._plan = plan
+        self._is_sharded = plan.fetches_params
+        self.watches_saved = self._is_sharded or self._engine.activations is not None
+        """Whether what autograd saves is looked at."""
 
     @property
     def is_open(self) -> bool:

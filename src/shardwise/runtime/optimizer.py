@@ -120,6 +120,15 @@ def states_of(optimizer: Optimizer) -> list[ParamState]:
     return [state for state in found if state is not None]
 
 
+def optimizers_of(engine: Engine) -> list[Optimizer]:
+    """All optimizers that are known to train parameters of a model, with segments in their groups."""
+    found = [each for each in list(_BINDINGS) if any(state.host is engine for state in states_of(each))]
+    for optimizer in found:
+        _give_groups_back(optimizer, _BINDINGS[optimizer])  # A step that failed has left them.
+        adopt(optimizer)  # Groups may have been added since the last step.
+    return found
+
+
 def engines_of(states: Iterable[ParamState]) -> list[Engine]:
     """The engines of the models that parameters belong to."""
     hosts = {id(state.host): state.host for state in states}
@@ -237,19 +246,20 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 def _read_ahead_of_next(optimizer: Optimizer, engine: Engine) -> None:
     """Let the next backward have its update's first turns read from disk beside it, as far as there is room.
 
-    Where parameters or gradients rest on disk as well, the backward needs the room itself.
+    Where anything else is on disk as well, the backward needs the room itself.
     """
-    is_alone = {engine.plan.tier(kind) for kind in (StateKind.GRAD, StateKind.PARAM)}.isdisjoint({Tier.DISK})
-    if engine.disk is None or not is_alone:
+    if engine.disk is None:
         return
     held = ref(optimizer)
 
-    def read() -> None:
+    def read(plan: Plan) -> None:
         optimizer = held()
-        if optimizer is not None:
-            for turn in turns_of(states_of(optimizer), OptimizerState(optimizer.state, lines_of(optimizer))):
-                if not turn.ahead_of_grads():
-                    break
+        places = (plan.tier(StateKind.GRAD).value, plan.tier(StateKind.PARAM).value, plan.activations)
+        if optimizer is None or Tier.DISK.value in places:
+            return
+        for turn in turns_of(states_of(optimizer), OptimizerState(optimizer.state, lines_of(optimizer))):
+            if not turn.ahead_of_grads():
+                break
 
     engine.read_ahead = read
 

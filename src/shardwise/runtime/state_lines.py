@@ -106,6 +106,19 @@ class StateLines:
                 found[key] = state.piece.view(values, shift=state.piece.start)
         return found
 
+    def write(self, key: str, value: torch.Tensor, state: ParamState) -> torch.Tensor:
+        """Put a tensor of a segment's form on disk, and wait for it. Returns one that has the form alone.
+
+        Raises:
+            OffloadError: It cannot be written.
+        """
+        self._line(key, value, state).set(line_of(value, state), state.piece.start - state.flat.bounds[0])
+        return nothing_of(piece_shape(state.piece), value.dtype, HOST).detach()
+
+    def drop(self, flat: FlatState) -> None:
+        """Nobody needs the lines of a buffer any more."""
+        self._lines.pop(flat, None)
+
     def _line(self, key: str, value: torch.Tensor, state: ParamState) -> Line:
         lines = self._lines.setdefault(state.flat, {})
         if (key, value.dtype) not in lines:

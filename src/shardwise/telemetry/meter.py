@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardwise.core.events import Event
 from shardwise.core.ledger import Kind, Ledger, Tier
@@ -68,6 +68,14 @@ class DiskCounter(Protocol):
     def waited_seconds(self) -> float:
         """How long it was waited for."""
         ...
+
+
+class Glance(NamedTuple):
+    """A step that was committed: how long it took, what was waited for gathers, and what lay beside the ledger after its forward."""
+
+    seconds: float
+    waited_seconds: float
+    activation_bytes: int
 
 
 class Meter:
@@ -207,6 +215,16 @@ class Meter:
         self.move(Place.OUTSIDE)
         self._is_committed = True
         self._disk_end = self._disk_use()
+
+    def glance(self) -> Glance:
+        """The step that was just committed. Activations are 0 where the ledger has them, or nobody has looked."""
+        seconds = 0.0 if self._since is None else self._since - self._begin_seconds
+        waited = sum(row[4] for (op, _, _), row in self._traffic.items() if op == "gather")
+        is_booked = self._ledger.peak_since_mark(Kind.ACTIVATION) > 0
+        if is_booked or not self._beside_ledger_bytes:
+            return Glance(seconds, waited, 0)
+        between = self._allocated() - self._ledger.live_on(Tier.DEVICE)
+        return Glance(seconds, waited, max(0, self._beside_ledger_bytes - between))
 
     # What users tell and ask
 

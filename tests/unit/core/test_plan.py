@@ -64,7 +64,7 @@ def test_every_field_enters_the_hash() -> None:
         "reduce_dtype": "float32", "output_dtype": "float32", "cast_forward_inputs": False, "reshard_after_forward": False,
         "buffers": "local", "initial": "local", "nonfinite": "keep", "unused": "zero", "units": ("a",),
         "deadline_seconds": 5.0, "init_seed": 1, "path": "network", "tiers": {"optim": "host"}, "fraction": 0.5,
-        "activations": "host", "folder": "fast", "staging_bytes": 2**20,
+        "activations": "host", "folder": "fast", "staging_bytes": 2**20, "adapt": True,
     }  # fmt: skip
     assert set(others) == {field.name for field in fields(Plan)}, "a new field needs a value here"
     assert len({Plan().hash, *(Plan(**{key: value}).hash for key, value in others.items())}) == len(others) + 1
