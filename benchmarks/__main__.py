@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -266,6 +267,23 @@ def _offload(results: Results, systems: Sequence[str], args: argparse.Namespace)
     found = measure("sim_host_update", {"workload": "comm", "num_rounds": 10}, ranks=1)
     results.offload["host update, part of the memory limit"] = found[0]["part_of_limit"]
     results.offload["host update, GB/s"] = found[0]["gigabytes_per_second"]
+    _disk(results)
+
+
+def _disk(results: Results) -> None:
+    for ranks in (1, 2):
+        _say(f"updates on disk and a plain program, in turns, {ranks} ranks ...")
+        found = measure("disk_update", {"workload": "comm", "num_rounds": 7}, ranks=ranks)[0]
+        results.offload[f"disk update, {ranks} ranks, part of a plain program's rate"] = found["part_of_limit"]
+        results.offload[f"disk update, {ranks} ranks, GB/s of a rank"] = found["gigabytes_per_second"]
+    for sync, num_tokens in itertools.product(("exact", "delayed"), (16, 128, 768)):
+        _say(f"steps with the optimizer on disk, in memory, and plain I/O, in turns: {num_tokens} tokens, {sync} updates ...")
+        plan = {} if sync == "exact" else {"sync": "delayed", "delay_warmup": 0}
+        arguments = {"workload": "comm", "num_tokens": num_tokens, "num_rounds": 5, "num_steps": 4, "plan": plan}
+        found = measure("disk_steps", arguments, ranks=1)[0]
+        balance = found["compute_seconds"] / found["io_seconds"]
+        what = f"optimizer on disk, {sync} updates, compute {balance:.1f} of I/O"
+        results.offload[f"{what}: step / the larger of both"] = found["ratio"]
 
 
 def _delayed(results: Results, systems: Sequence[str], args: argparse.Namespace) -> None:

@@ -49,6 +49,13 @@ HOST_UPDATE = 0.85
 """The speed of an update on the host, against one plain call with the same traffic."""
 
 
+DISK_UPDATE = 0.8
+"""Bytes a second of an update on disk, against a plain sequential direct read and write of as many."""
+DISK_STEP = 1.15
+"""A step with the optimizer on disk, against the larger of compute and I/O. With exact updates nothing of an update may begin before
+all gradients are known: what does not fit into staging memory cannot overlap with the backward (decision 014)."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """One bound, and what was measured against it."""
@@ -95,6 +102,10 @@ def _offload(results: Results) -> Iterator[Verdict]:
             yield Verdict(what, found, LEDGER_ERROR)
         elif what == "host update, part of the memory limit":
             yield Verdict(what, found, HOST_UPDATE, is_least=True)
+        elif what.endswith("part of a plain program's rate"):
+            yield Verdict(what, found, DISK_UPDATE, is_least=True)
+        elif what.endswith("step / the larger of both"):
+            yield Verdict(what, found, DISK_STEP)
 
 
 def _delayed(results: Results) -> Iterator[Verdict]:

@@ -121,7 +121,7 @@ def _theirs() -> tuple[Callable[[Path], object], Callable[[Path], object]]:
 
 
 def _stall(shardwise: Any, path: Path, ours: _Ours) -> tuple[float, float]:
-    """For how long a save beside the steps holds the loop up, and how long one copy of the same bytes takes."""
+    """For how long a save holds up the loop and the step beside it, which waits before its update, and how long one copy takes."""
     tensors = [value for state in ours.optimizer.state.values() for value in state.values() if value.dim()]
     tensors += [param.detach() for group in ours.optimizer.param_groups for param in group["params"]]
     room = [torch.zeros_like(tensor) for tensor in tensors]
@@ -134,6 +134,7 @@ def _stall(shardwise: Any, path: Path, ours: _Ours) -> tuple[float, float]:
     room.clear()
     dist.barrier()
     saving = shardwise.save(path, ours.model, ours.optimizer, wait=False)
+    _step(ours.model, ours.optimizer, LARGE.batch(0, dist.get_rank()))
     saving.wait()
     dist.barrier()
     if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import checkpoints, delayed, offload
+from benchmarks import checkpoints, delayed, disk, offload
 from benchmarks.launch import ANSWER
 from benchmarks.systems import SYSTEMS, Running
 from benchmarks.workloads import TINY, WORKLOADS, Workload, deep
@@ -251,6 +251,8 @@ JOBS = {
     "sim_host_update": offload.host_update,
     "sim_delayed_steps": delayed.step_times,
     "delayed_losses": delayed.losses,
+    "disk_update": disk.update,
+    "disk_steps": disk.steps,
 }
 
 

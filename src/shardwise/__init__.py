@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api.checkpoints import Loaded, Saving, load, save
+    from shardwise.api.moving import move
     from shardwise.api.recording import Recording, record
     from shardwise.api.shard import Sharded, shard
     from shardwise.api.state import GradScaler, clip_grad_norm_, gathered, no_sync, share, unshard
@@ -53,6 +54,7 @@ __all__ = [
     "clip_grad_norm_",
     "gathered",
     "load",
+    "move",
     "no_sync",
     "record",
     "save",
@@ -65,6 +67,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "shardwise.api.checkpoints": ("Loaded", "Saving", "load", "save"),
+    "shardwise.api.moving": ("move",),
     "shardwise.api.recording": ("Recording", "record"),
     "shardwise.api.shard": ("Sharded", "shard"),
     "shardwise.api.state": ("GradScaler", "clip_grad_norm_", "gathered", "no_sync", "share", "unshard"),

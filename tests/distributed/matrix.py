@@ -6,7 +6,7 @@ prefetch depth and the layout.
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -218,11 +218,18 @@ def difference(found: Outcome, expected: Outcome) -> str | None:
 
 
 def train(
-    case: Case, lanes: Any = None, path: str = "auto", device: str = "cpu", num_steps: int = NUM_STEPS, **offload: Any
+    case: Case,
+    lanes: Any = None,
+    path: str = "auto",
+    device: str = "cpu",
+    num_steps: int = NUM_STEPS,
+    between: Callable[[nn.Module, int, str], None] | None = None,
+    **offload: Any,
 ) -> Outcome:
     """Train a case on this rank; other ranks do the same. Rank 0 decides the initial weights.
 
     Args:
+        between: called with the model, the step, and what has just come to its end: a backward, or the update.
         offload: fields of the plan that say where state rests.
     """
     rank = lanes.rank if lanes is not None else dist.get_rank()
@@ -253,12 +260,16 @@ def train(
                 loss = model(make_batch(step, micro, rank).to(device)) * loss_factor(case, step, micro, rank)
                 scaler.scale(loss).backward()
             facts[f"loss {step}.{micro} on rank {rank}"] = loss.item().hex()
+            if between is not None:
+                between(model, step, "backward")
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         facts[f"norm {step}"] = float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)).hex()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
+        if between is not None:
+            between(model, step, "update")
     facts["scale"] = scaler.get_scale().hex()
     with shardwise.gathered(model):
         facts.update({f"weight {name}": bits_of(param) for name, param in model.named_parameters()})

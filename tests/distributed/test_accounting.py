@@ -247,7 +247,7 @@ def test_peaks_are_those_of_the_step(world: World) -> None:
 
 def leaking_steps(stage: int, way: str, num_steps: int, every: int = 1) -> tuple[list[Any], list[int]]:
     """What was found, and the bytes held beside the ledger by step."""
-    model, optimizer, _ = new_run(stage)
+    model, optimizer, handle = new_run(stage)
     model.register_buffer("history", torch.zeros(1, WIDTH))
     kept_things: list[Any] = []
     kept = Kept()
@@ -258,6 +258,8 @@ def leaking_steps(stage: int, way: str, num_steps: int, every: int = 1) -> tuple
                 kept_things.append(loss)
             if way == "gradients" and number >= 10:
                 kept_things.append(model.layers[2].weight.grad)
+            if way == "pool" and number >= 10:
+                kept_things.append(handle.engine.pool.take(WIDTH, torch.float32, torch.device("cpu"), Kind.GATHERED))
             if way == "buffer" and number >= 10:
                 model.history = torch.cat([model.history, torch.ones(1, WIDTH)])
             optimizer.zero_grad()
@@ -274,6 +276,7 @@ def leaking_steps(stage: int, way: str, num_steps: int, every: int = 1) -> tuple
 @pytest.mark.parametrize(("way", "kind", "owner"), [
     ("losses", "memory beside the ledger", "'kept_things' in leaking_steps"),
     ("gradients", "gradient shards (device)", "unit 'layers.2'"),
+    ("pool", "gathered parameters (device)", "'kept_things' in leaking_steps"),
 ])  # fmt: skip
 def test_planted_leak_is_found_once_with_kind_owner_and_step(world: World, way: str, kind: str, owner: str) -> None:
     for leaks, _ in world.run(leaking_steps, 2, way, 75, ranks=2):

@@ -4,6 +4,7 @@ import itertools
 import os
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,44 @@ def test_where_state_rests_changes_no_bit(sim_world: World) -> None:
         for place, found in outcomes.items():
             assert not isinstance(found, str), (place, found)
             assert difference(found, expected) is None, place
+
+
+# ---------------------------------------------------------------- moves
+
+
+MOVES: dict[tuple[int, str], tuple[str, ...]] = {
+    (4, "update"): ("host", "optim"),
+    (5, "backward"): ("host", "grad", "param"),
+    (6, "update"): ("disk", "optim"),
+    (7, "update"): ("device", "optim", "grad", "param"),
+}
+
+
+def _move_or_catch_up(is_moving: bool, model: torch.nn.Module, step: int, after: str) -> None:
+    if (step, after) not in MOVES:
+        return
+    tier, *kinds = MOVES[step, after]
+    if is_moving and tier == "disk":
+        shardwise.move(model, "param", "device")
+    if is_moving:
+        shardwise.move(model, kinds, tier)
+    else:
+        with shardwise.gathered(model):
+            pass
+
+
+def _train_moving(stage: int) -> list[Outcome | str]:
+    case = Case(2, "bf16" if stage % 2 else "fp32", "AdamW", "none", stage, 1, "even")
+    betweens = [partial(_move_or_catch_up, is_moving) for is_moving in (True, False)]
+    return [_train([case], device="sim", num_steps=9, between=between, folder=FOLDER)[0] for between in betweens]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_move_catches_up_and_changes_no_bit(sim_world: World, stage: int) -> None:
+    for moved, still in sim_world.run(_train_moving, stage, ranks=2, timeout_seconds=100):
+        assert not isinstance(moved, str), moved
+        assert not isinstance(still, str), still
+        assert difference(moved, still) is None
 
 
 # ---------------------------------------------------------------- saves, loads and failures

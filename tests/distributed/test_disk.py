@@ -3,16 +3,12 @@
 import itertools
 import os
 import re
-import resource
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +17,14 @@ from torch import nn
 
 import shardwise
 from shardwise.core.ledger import Kind, Tier
+from shardwise.core.records import StepRecord
+from shardwise.telemetry.sink import Callback
 from shardwise.testing import World
-from tests.distributed.matrix import FACTORS, Case, Group, Outcome, covering, difference, train
-from tests.unit.stores import children
+from tests.distributed.matrix import FACTORS, Case, Outcome, covering
+from tests.distributed.offloaded import DEPTH, KINDS, ON_DISK, WIDTH, check_bits, make, step, try_case, weights
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 6
-KINDS = ("optim", "grad", "param")
-ALL = dict.fromkeys(KINDS, "disk")
 
 
 @dataclass(frozen=True, order=True)
@@ -59,37 +55,15 @@ CASES = _cases()
 
 
 def _train_on_disk(cases: list[OnDisk], folder: str) -> list[Outcome | str]:
-    return [_try(case.case, tiers=case.tiers, fraction=case.fraction, folder=folder) for case in cases]
-
-
-def _train_in_memory(groups: list[Group]) -> list[Outcome | str]:
-    layouts = ["whole" if group.optimizer in ("Adafactor", "Muon") else "even" for group in groups]
-    return [_try(Case(*astuple(group), 0, 1, layout)) for group, layout in zip(groups, layouts, strict=True)]
-
-
-def _try(case: Case, **plan: Any) -> Outcome | str:
-    try:
-        return train(case, num_steps=NUM_STEPS, **plan)
-    except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    plans = [{"tiers": case.tiers, "fraction": case.fraction, "folder": folder} for case in cases]
+    return [try_case(case.case, num_steps=NUM_STEPS, **plan) for case, plan in zip(cases, plans, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_disk_changes_no_bit(world: World, tmp_path: Path, ranks: int) -> None:
     cases = [case for case in CASES if case.ranks == ranks]
-    groups = sorted({case.group for case in cases})
     on_disk = world.run(_train_on_disk, cases, str(tmp_path / "offload"), ranks=ranks, timeout_seconds=600)
-    in_memory = world.run(_train_in_memory, groups, ranks=ranks, timeout_seconds=600)
-    wrong = []
-    for rank in range(ranks):
-        expected = dict(zip(groups, in_memory[rank], strict=True))
-        for case, found in zip(cases, on_disk[rank], strict=True):
-            reference = expected[case.group]
-            assert not isinstance(reference, str), reference
-            differs = found if isinstance(found, str) else difference(found, reference)
-            if differs:
-                wrong.append(f"rank {rank}, {case}: {differs}")
-    assert not wrong, "\n".join([f"{len(wrong)} of {ranks * len(cases)}", *wrong[:10]])
+    check_bits(world, ranks, cases, on_disk, num_steps=NUM_STEPS)
     assert not list((tmp_path / "offload").iterdir())  # What unshard has let go.
 
 
@@ -100,38 +74,17 @@ def test_the_cases_cover_every_kind_at_every_stage() -> None:
 
 # ---------------------------------------------------------------- memory and bytes
 
-WIDTH, DEPTH = 64, 4
 LAYER_BYTES = 4 * WIDTH * WIDTH
-
-
-def _make(folder: str, seed: int = 0, **plan: Any) -> tuple[nn.Module, torch.optim.Optimizer, shardwise.Sharded]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, shardwise.shard(model, optimizer, units=[nn.Linear], folder=folder, **plan)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    torch.manual_seed(10 * number + dist.get_rank())
-    model(torch.randn(3, WIDTH)).square().mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _weights(model: nn.Module) -> list[torch.Tensor]:
-    with shardwise.gathered(model):
-        return [param.detach().clone() for param in model.parameters()]
 
 
 def _count_bytes(folder: str, stage: int, tiers: dict[str, str]) -> dict[str, int]:
     """What one step reads and writes, and what the ledger says of the disk."""
-    model, optimizer, handle = _make(folder, stage=stage, tiers=tiers)
+    model, optimizer, handle = make(folder, stage=stage, tiers=tiers)
     disk = handle.engine.disk
     assert disk is not None
     for number in range(3):
         before = disk.read_bytes, disk.written_bytes
-        _step(model, optimizer, number)
+        step(model, optimizer, number)
     disk.settle()
     found = {kind.name: handle.ledger.live(kind, Tier.DISK) for kind in Kind if handle.ledger.live(kind, Tier.DISK)}
     return {**found, "read": disk.read_bytes - before[0], "written": disk.written_bytes - before[1]}
@@ -146,26 +99,84 @@ def test_state_is_read_once_and_written_once(world: World, tmp_path: Path, stage
         assert found == {"read": share, "written": share}
 
 
+def _read_beside_the_backward(folder: str) -> tuple[int, int, int]:
+    model, optimizer, handle = make(folder, stage=3, tiers={"optim": "disk"})
+    step(model, optimizer, 0)
+    disk = handle.engine.disk
+    assert disk is not None
+    before = disk.read_bytes
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    ahead = disk.read_bytes - before
+    optimizer.step()
+    return ahead, disk.read_bytes - before, disk.staging.budget_bytes
+
+
+def test_what_an_update_needs_is_read_beside_the_backward(world: World, tmp_path: Path) -> None:
+    for ahead, whole, budget in world.run(_read_beside_the_backward, str(tmp_path), ranks=2):
+        assert 0 < ahead <= whole, (ahead, whole, budget)
+        assert ahead > whole / 4, "Staging has room for more than one turn, and reads no more than that."
+
+
 def test_all_of_it_on_disk_is_read_for_each_use(world: World, tmp_path: Path) -> None:
     share = DEPTH * LAYER_BYTES // 2
     kept = LAYER_BYTES // 2  # The layer at the turn stays gathered from the forward to the backward.
-    for found in world.run(_count_bytes, str(tmp_path), 3, ALL, ranks=2):
+    for found in world.run(_count_bytes, str(tmp_path), 3, ON_DISK, ranks=2):
         assert found["PARAM"] == share
         assert found["OPTIM"] == 2 * share
         assert found["written"] == (1 + 1 + 2) * share
         assert found["read"] == (2 + 1 + 1 + 2) * share - kept
 
 
+class Kept(Callback):
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def _record_steps(folder: str, stage: int) -> tuple[dict[str, float], dict[str, float]]:
+    """What the records of some steps say of the disk, and what the tier has counted meanwhile."""
+    model, optimizer, handle = make(folder, stage=stage, tiers=ON_DISK)
+    disk, kept = handle.engine.disk, Kept()
+    assert disk is not None
+    with shardwise.record(model, sinks=[kept]):
+        before = disk.read_bytes, disk.written_bytes, disk.waited_seconds
+        for number in range(4):
+            step(model, optimizer, number)
+        counted = (disk.read_bytes, disk.written_bytes, disk.waited_seconds)
+    told = {"read": 0.0, "written": 0.0, "waited": 0.0}
+    report = handle.pool_report
+    assert report.staging is not None and report.staging.touched_bytes > 0
+    assert "largest free" in str(report) and "disk staging" in str(report)
+    for record in kept.records:
+        assert record.disk is not None
+        assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)
+        assert min(record.phases.values()) >= 0, record.phases
+        told["read"] += record.disk.read_bytes
+        told["written"] += record.disk.written_bytes
+        told["waited"] += record.disk_seconds
+    return told, {key: now - then for key, now, then in zip(told, counted, before, strict=True)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_records_tell_of_the_disk_what_it_counts(world: World, tmp_path: Path, stage: int) -> None:
+    for told, counted in world.run(_record_steps, str(tmp_path), stage, ranks=2):
+        assert (told["read"], told["written"]) == (counted["read"], counted["written"])
+        assert told["read"] > 0
+        assert told["waited"] == pytest.approx(counted["waited"], rel=1e-6)
+
+
 def _train_within(folder: str, staging_bytes: int | None) -> tuple[list[torch.Tensor], int, int] | str:
     try:
-        model, optimizer, handle = _make(folder, stage=3, tiers=ALL, staging_bytes=staging_bytes)
+        model, optimizer, handle = make(folder, stage=3, tiers=ON_DISK, staging_bytes=staging_bytes)
     except shardwise.PlanError as error:
         return str(error)
     for number in range(4):
-        _step(model, optimizer, number)
+        step(model, optimizer, number)
     disk = handle.engine.disk
     assert disk is not None
-    return _weights(model), disk.report.peak_bytes, disk.report.budget_bytes
+    return weights(model), disk.report.peak_bytes, disk.report.budget_bytes
 
 
 def test_the_budget_of_staging_is_refused_or_kept(world: World, tmp_path: Path) -> None:
@@ -178,9 +189,9 @@ def test_the_budget_of_staging_is_refused_or_kept(world: World, tmp_path: Path) 
     reference, _, budget = world.run(_train_within, str(tmp_path), None, ranks=2)[0]
     assert budget == 3 * least
     for budget in (least, least + 4096, 2 * least):
-        for weights, peak, found in world.run(_train_within, str(tmp_path), budget, ranks=2):
+        for values, peak, found in world.run(_train_within, str(tmp_path), budget, ranks=2):
             assert peak <= found == budget
-            assert all(map(torch.equal, weights, reference))
+            assert all(map(torch.equal, values, reference))
 
 
 _SCRIPT = """
@@ -217,18 +228,20 @@ def test_memory_stays_below_a_quarter_of_the_states(tmp_path: Path) -> None:
 
 
 def _save_and_load(folder: str, first: dict[str, str], second: dict[str, str], wait: bool) -> bool:
-    one, other = _make(f"{folder}/a", 0, stage=3, tiers=first)[:2], _make(f"{folder}/b", 1, stage=1, tiers=second)[:2]
+    one, other = make(f"{folder}/a", 0, stage=3, tiers=first)[:2], make(f"{folder}/b", 1, stage=1, tiers=second)[:2]
     for number in range(3):
-        _step(*one, number)
+        step(*one, number)
     shardwise.save(f"{folder}/saved", *one, wait=wait).wait()
     shardwise.load(f"{folder}/saved", *other)
     for number in range(3, 6):
-        _step(*one, number)
-        _step(*other, number)
-    return all(map(torch.equal, _weights(one[0]), _weights(other[0])))
+        step(*one, number)
+        step(*other, number)
+    return all(map(torch.equal, weights(one[0]), weights(other[0])))
 
 
-@pytest.mark.parametrize(("first", "second"), [({}, ALL), (ALL, {}), (ALL, {"optim": "disk"})], ids=["out", "in", "across"])
+@pytest.mark.parametrize(
+    ("first", "second"), [({}, ON_DISK), (ON_DISK, {}), (ON_DISK, {"optim": "disk"})], ids=["out", "in", "across"]
+)
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "beside"])
 def test_checkpoints_fit_wherever_state_rests(
     world: World, tmp_path: Path, first: dict[str, str], second: dict[str, str], wait: bool
@@ -238,7 +251,7 @@ def test_checkpoints_fit_wherever_state_rests(
 
 def _save_in_mid_step(folder: str) -> bool:
     """Gradients that were clipped and not yet used are saved and loaded as they are."""
-    models = [_make(f"{folder}/{seed}", seed, stage=2, tiers=ALL if seed else {})[:2] for seed in (1, 0, 2)]
+    models = [make(f"{folder}/{seed}", seed, stage=2, tiers=ON_DISK if seed else {})[:2] for seed in (1, 0, 2)]
     for model, _ in models[:2]:
         torch.manual_seed(dist.get_rank())
         model(torch.randn(3, WIDTH)).square().mean().backward()
@@ -248,7 +261,7 @@ def _save_in_mid_step(folder: str) -> bool:
     shardwise.load(f"{folder}/saved", *models[2])
     for _, optimizer in models:
         optimizer.step()
-    found = [_weights(model) for model, _ in models]
+    found = [weights(model) for model, _ in models]
     return all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
 
@@ -258,8 +271,8 @@ def test_gradients_on_disk_are_saved_and_loaded(world: World, tmp_path: Path) ->
 
 def _write(folder: str, stage: int, tiers: dict[str, str]) -> list[float]:
     """What users write to parameters is what the next forward computes with; also after a cast."""
-    model, optimizer, _ = _make(folder, stage=stage, tiers=tiers)
-    _step(model, optimizer, 0)
+    model, optimizer, _ = make(folder, stage=stage, tiers=tiers)
+    step(model, optimizer, 0)
     with shardwise.gathered(model), torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)
@@ -276,7 +289,7 @@ def _write(folder: str, stage: int, tiers: dict[str, str]) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_is_written_reaches_the_disk(world: World, tmp_path: Path, stage: int) -> None:
     expected = world.run(_write, str(tmp_path), stage, {}, ranks=2)
-    for tiers in ({"optim": "disk"}, {"param": "disk"}, ALL):
+    for tiers in ({"optim": "disk"}, {"param": "disk"}, ON_DISK):
         assert world.run(_write, str(tmp_path), stage, tiers, ranks=2) == expected
 
 
@@ -284,7 +297,7 @@ def test_what_is_written_reaches_the_disk(world: World, tmp_path: Path, stage: i
 
 
 def _look_at_files(folder: str) -> list[str]:
-    _make(folder, stage=1, tiers={"optim": "disk"})
+    make(folder, stage=1, tiers={"optim": "disk"})
     dist.barrier()
     return sorted(f"{path.name} {stat.S_IMODE(path.stat().st_mode):o}" for path in Path(folder).iterdir())
 
@@ -318,110 +331,3 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path: Path)
     assert len(os.listdir(tmp_path / "offload")) == 1
     assert start("end") == (0, "1")
     assert os.listdir(tmp_path / "offload") == []
-
-
-# ---------------------------------------------------------------- faults
-
-
-def _told(function: Callable[[], object]) -> str:
-    try:
-        function()
-    except shardwise.OffloadError as error:
-        return str(error)
-    return ""
-
-
-@contextmanager
-def _small_files() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def _start_badly(folder: str, fault: str) -> tuple[str, bool]:
-    """Rank 1 cannot make its file, or not of that size; says what was told, and whether the model is as it was."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    before = [param.data_ptr() for param in model.parameters()]
-    with ExitStack() as stack:
-        if dist.get_rank() == 1 and fault == "limit":
-            stack.enter_context(_small_files())
-        elif dist.get_rank() == 1:
-            children.mount_small(Path(folder), size="16k")
-            if fault == "read-only":
-                children.make_read_only(Path(folder))
-        told = _told(lambda: shardwise.shard(model, torch.optim.AdamW(model.parameters()), tiers=ALL, folder=folder))
-    return told, [param.data_ptr() for param in model.parameters()] == before
-
-
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [("read-only", "Read-only file system"), ("limit", "Files may not grow so large here"), ("full", "Make room")],
-)
-def test_a_disk_that_cannot_be_used_is_told_on_all_ranks_before_anything_is_changed(
-    tmp_path: Path, fault: str, text: str
-) -> None:
-    folder = tmp_path / "offload"
-    folder.mkdir()
-    with World(num_ranks_max=2) as world:  # Its own: mounts of a process last as long as it does.
-        found = world.run(_start_badly, str(folder), fault, ranks=2)
-    for told, is_plain in found:
-        assert is_plain
-        assert str(folder) in told
-        assert text in told
-    assert found[0][0] == f"Rank 1: {found[1][0]}"
-
-
-def _delete_in_mid_run(folder: str, stage: int, tiers: dict[str, str]) -> list[str]:
-    """Somebody deletes the file of rank 1. What is told then, by a save, by a further call, and after a load elsewhere."""
-    model, optimizer, handle = _make(f"{folder}/a", stage=stage, tiers=tiers)
-    _step(model, optimizer, 0)
-    shardwise.save(f"{folder}/good", model, optimizer)
-    expected = _weights(model)
-    if dist.get_rank() == 1:
-        assert handle.engine.disk is not None
-        handle.engine.disk.store.path.unlink()
-    dist.barrier()
-    told = [_told(lambda: [_step(model, optimizer, number) for number in (1, 2)])]
-    told.append(_told(lambda: shardwise.save(f"{folder}/bad", model, optimizer)))
-    told.append(_told(lambda: model(torch.ones(1, WIDTH))))
-    fresh, other, _ = _make(f"{folder}/b", 1, stage=stage, tiers=tiers)
-    shardwise.load(f"{folder}/good", fresh, other)
-    return [*told, str(all(map(torch.equal, _weights(fresh), expected))), str(Path(f"{folder}/bad").exists())]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "all"])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_file_deleted_in_mid_run_stops_all_ranks(world: World, tmp_path: Path, stage: int, kind: str) -> None:
-    tiers = ALL if kind == "all" else {kind: "disk"}
-    for told, saved, called, is_good, is_bad in world.run(_delete_in_mid_run, str(tmp_path), stage, tiers, ranks=2):
-        assert told.startswith("Rank 1: ")
-        for text in (str(tmp_path / "a"), "somebody has deleted it", _LABELS[kind]):
-            assert text in told
-        assert "The state is not whole. The disk tier has failed: Rank 1: " in saved
-        assert "Load a checkpoint first" in called
-        assert (is_good, is_bad) == ("True", "False")
-
-
-_LABELS = {"optim": "optimizer state 'exp_avg", "grad": "gradients of", "param": "parameters of", "all": " of "}
-
-
-def _infer_without_file(folder: str, stage: int) -> str:
-    model, _, handle = _make(folder, stage=stage, tiers={"param": "disk"})
-    if dist.get_rank() == 1:
-        assert handle.engine.disk is not None
-        handle.engine.disk.store.path.unlink()
-    dist.barrier()
-    with torch.no_grad():
-        return _told(lambda: model(torch.ones(1, WIDTH)))
-
-
-def test_inference_without_its_file_stops_too(world: World, tmp_path: Path) -> None:
-    for told in world.run(_infer_without_file, str(tmp_path), 3, ranks=2):
-        assert told.startswith("Rank 1: ")
-        assert "somebody has deleted it" in told
-    alone = world.run(_infer_without_file, str(tmp_path), 0, ranks=2)
-    assert alone[0] == ""
-    assert "somebody has deleted it" in alone[1]

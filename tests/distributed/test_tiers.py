@@ -1,7 +1,9 @@
 """State that rests off the device: the same bits, exact bytes, and the memory that it was meant to free."""
 
+import ast
 import gc
 import itertools
+import re
 import tempfile
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -20,7 +22,8 @@ from shardwise.core.ledger import Kind, Tier
 from shardwise.core.unit import find_units
 from shardwise.devices import sim
 from shardwise.testing import World
-from tests.distributed.matrix import FACTORS, Case, Group, Outcome, covering, difference, train
+from tests.distributed.matrix import FACTORS, Case, Outcome, covering
+from tests.distributed.offloaded import ON_DISK, check_bits, try_case
 
 pytestmark = pytest.mark.dist
 NUM_STEPS = 9
@@ -59,19 +62,7 @@ CASES = _cases()
 
 
 def _train_away(cases: list[Away]) -> list[Outcome | str]:
-    return [_try(case.case, **case.plan) for case in cases]
-
-
-def _train_here(groups: list[Group]) -> list[Outcome | str]:
-    layouts = ["whole" if group.optimizer in ("Adafactor", "Muon") else "even" for group in groups]
-    return [_try(Case(*astuple(group), 0, 1, layout)) for group, layout in zip(groups, layouts, strict=True)]
-
-
-def _try(case: Case, **offload: Any) -> Outcome | str:
-    try:
-        return train(case, device="sim", num_steps=NUM_STEPS, **offload)
-    except (shardwise.ShardwiseError, AssertionError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    return [try_case(case.case, device="sim", num_steps=NUM_STEPS, **case.plan) for case in cases]
 
 
 def test_the_cases_cover_every_choice_at_every_stage() -> None:
@@ -83,19 +74,8 @@ def test_the_cases_cover_every_choice_at_every_stage() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_where_state_rests_changes_no_bit(sim_world: World, ranks: int) -> None:
     cases = [case for case in CASES if case.ranks == ranks]
-    groups = sorted({case.group for case in cases})
     away = sim_world.run(_train_away, cases, ranks=ranks, timeout_seconds=600)
-    here = sim_world.run(_train_here, groups, ranks=ranks, timeout_seconds=600)
-    wrong = []
-    for rank in range(ranks):
-        expected = dict(zip(groups, here[rank], strict=True))
-        for case, found in zip(cases, away[rank], strict=True):
-            reference = expected[case.group]
-            assert not isinstance(reference, str), reference
-            differs = found if isinstance(found, str) else difference(found, reference)
-            if differs:
-                wrong.append(f"rank {rank}, {case}: {differs}")
-    assert not wrong, "\n".join([f"{len(wrong)} of {ranks * len(cases)}", *wrong[:10]])
+    check_bits(sim_world, ranks, cases, away, device="sim", num_steps=NUM_STEPS)
 
 
 # ---------------------------------------------------------------- memory and bytes
@@ -135,7 +115,6 @@ WIDTH, DEPTH = 128, 6
 FLATS = [flat for unit in find_units(Stack(WIDTH, DEPTH)) for flat in unit.flats]
 HERE: dict[str, str] = {}
 ALL = {"optim": "host", "grad": "host", "param": "host"}
-ON_DISK = {"optim": "disk", "grad": "disk", "param": "disk"}
 
 
 def _peak(system: str, num_steps: int = 3, **plan: Any) -> dict[str, Any]:
@@ -195,11 +174,16 @@ def test_gradients_travel_to_the_host_once_and_parameters_back_once(sim_world: W
         assert found["host"]["MASTER"] == share
 
 
-def _train_on_little(capacity_bytes: int, **plan: Any) -> str:
-    """Train a model that was never on the device as a whole; returns the error, if it ran out of memory."""
+def _train_on_little(capacity_bytes: int, host_bytes: int = 0, **plan: Any) -> str:
+    """Train a model that was never on the device as a whole; returns the error, if it ran out of memory.
+
+    Args:
+        host_bytes: What may be taken of the host's memory; no limit, if 0.
+    """
     gc.collect()
     rank = dist.get_rank()
     sim.configure(rank, capacity_bytes=sim.memory(rank).live_bytes + capacity_bytes)
+    sim.set_pinned_capacity(host_bytes)
     try:
         with torch.device("meta"):
             model = Stack(WIDTH, 2 * DEPTH)
@@ -213,6 +197,7 @@ def _train_on_little(capacity_bytes: int, **plan: Any) -> str:
         return str(error)
     finally:
         sim.configure(rank, capacity_bytes=0)
+        sim.set_pinned_capacity(0)
     return ""
 
 
@@ -224,6 +209,19 @@ def test_a_model_trains_whose_state_is_many_times_what_the_device_holds(sim_worl
     assert "It would fit with tiers={'optim': 'host', 'grad': 'host', 'param': 'host'}" in message
     for tiers in (ALL, ON_DISK):
         assert sim_world.run(_train_on_little, capacity_bytes, stage=3, tiers=tiers, folder=FOLDER, ranks=1) == [""]
+
+
+def test_advice_for_a_host_of_little_memory_is_the_disk_and_following_it_trains(sim_world: World) -> None:
+    num_params = sum(param.numel() for param in Stack(WIDTH, 2 * DEPTH).parameters())
+    limits = 16 * num_params // 8, 11 * num_params  # The host has room for parameters, gradients and what passes to disk.
+    message = sim_world.run(_train_on_little, *limits, stage=1, ranks=1)[0]
+    found = re.search(
+        r"It would fit with stage=(\d) and tiers=(\{.*?\}): .* on the device, .* in the host's memory, .* on disk", message
+    )
+    assert found is not None, message
+    tiers = ast.literal_eval(found[2])
+    assert tiers == {"optim": "disk", "grad": "host", "param": "host"}
+    assert sim_world.run(_train_on_little, *limits, stage=int(found[1]), tiers=tiers, folder=FOLDER, ranks=1) == [""]
 
 
 # ---------------------------------------------------------------- what else touches state
@@ -371,42 +369,6 @@ def test_without_pinned_memory_the_state_is_named(sim_world: World) -> None:
 # ---------------------------------------------------------------- activations
 
 
-def _train_long(num_tokens: int, **plan: Any) -> dict[str, Any]:
-    """Losses of a run with many tokens, what the device held at most, and what the host held of activations."""
-    gc.collect()
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(32) for _ in range(4))).to("sim")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded = shardwise.shard(model, optimizer, **plan)
-    gc.collect()
-    base = sim.memory(rank).live_bytes
-    sim.reset_peak(rank)
-    losses = []
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(2, num_tokens, 32).to("sim")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    del loss
-    ledger = sharded.ledger
-    held = ledger.peak(Kind.ACTIVATION, Tier.HOST), ledger.live(Kind.ACTIVATION, Tier.HOST)
-    return {"losses": losses, "peak": sim.memory(rank).peak_bytes - base, "held": held}
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_activations_on_the_host_change_no_bit_and_free_the_device(sim_world: World, stage: int) -> None:
-    here = sim_world.run(_train_long, 64, stage=stage, ranks=2)
-    away = sim_world.run(_train_long, 64, stage=stage, activations="host", ranks=2)
-    for plain, moved in zip(here, away, strict=True):
-        assert moved["losses"] == plain["losses"]
-        assert moved["peak"] < 0.6 * plain["peak"]
-        assert moved["held"][0] > 0.5 * plain["peak"]
-        assert moved["held"][1] == 0  # All of it is let go with the graph.
-
-
 def _save_odd_views() -> bool:
     """Saved tensors of odd forms come back as they were: transposed, cut, expanded, of other dtypes."""
 
@@ -422,15 +384,15 @@ def _save_odd_views() -> bool:
             return (wide * wide.cos()).sum() + (z.clamp(-9, 9).half().float() ** 2).sum() + y.max(dim=0).values.sum()
 
     grads = []
-    for activations in ("device", "host"):
+    for activations in ("device", "host", "disk"):
         torch.manual_seed(0)
         model = Odd().to("sim")
-        shardwise.shard(model, stage=0, activations=activations)
+        shardwise.shard(model, stage=0, activations=activations, folder=FOLDER)
         x = torch.randn(64, 64, dtype=torch.float64).to("sim").requires_grad_()
         model(x).backward()
         assert x.grad is not None
         grads.append(x.grad.cpu())
-    return torch.equal(*grads)
+    return all(torch.equal(grad, grads[0]) for grad in grads)
 
 
 def test_saved_tensors_of_any_form_come_back_as_they_were(sim_world: World) -> None:

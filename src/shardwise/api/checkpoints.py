@@ -45,7 +45,8 @@ def save(  # noqa: PLR0913
         extra: By name: schedulers, loss scalers, data loaders and other objects with ``state_dict`` and ``load_state_dict``, or
             plain values.
         step: A number for the checkpoint; the number of updates made, if None.
-        wait: Whether to return when it is on the disk; else a copy is made, and written while training goes on.
+        wait: Whether to return when it is on the disk; else it is copied and written while training goes on. The next update waits
+            for the copy; who changes weights or optimizer state by hand calls ``wait_copied`` of what is returned before.
         overwrite: Whether a checkpoint that is there is replaced.
         keep_last: How many of the newest checkpoints stay in the folder that this one is in; all, if None.
         keep_every: Those of which the step is a multiple of this stay in any case.

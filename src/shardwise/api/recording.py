@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.api.arguments import versions
+from shardwise.api.pool_report import report_of
 from shardwise.core.errors import UsageError
 from shardwise.core.ledger import Tier
 from shardwise.core.records import Header, StepRecord
@@ -73,6 +74,7 @@ class Recording:
     def close(self) -> None:
         """End the last step, and let those who listen go."""
         self.flush()
+        self._engine.meter.tell(lambda sink: sink.note({"pool": report_of(self._engine).to_rows()}))
         self._engine.meter.tell(lambda sink: sink.close())
         self._engine.meter.sinks.clear()
         self._engine.meter.tracer.steps = ()

@@ -13,16 +13,19 @@ from torch.optim import Optimizer
 
 from shardwise.api.arguments import as_list
 from shardwise.api.checks import check_model, check_optimizers, check_tables, compare_ranks
+from shardwise.api.pool_report import MemoryReport, report_of
 from shardwise.core.errors import PlanError, UsageError
 from shardwise.core.events import Totals
 from shardwise.core.footprint import advice
 from shardwise.core.ledger import Ledger, Tier
 from shardwise.core.plan import Plan
+from shardwise.core.records import Adaptation
 from shardwise.core.schedule import Schedule
 from shardwise.core.trace import Trace
 from shardwise.core.tree import host_tree
 from shardwise.core.unit import ROOT, Unit, find_units
 from shardwise.devices import memory
+from shardwise.runtime.adapt import adapt
 from shardwise.runtime.attach import attach, check_devices
 from shardwise.runtime.disk_setup import open_disk
 from shardwise.runtime.engine import Engine, Setup
@@ -74,6 +77,11 @@ class Sharded:
         return self.engine.ledger
 
     @property
+    def pool_report(self) -> MemoryReport:
+        """What the memory that buffers are taken from holds, lends and wastes on this rank; print it to read it."""
+        return report_of(self.engine)
+
+    @property
     def num_updates(self) -> int:
         """Optimizer steps that were made, also those before a checkpoint that was loaded."""
         return self.engine.num_updates
@@ -82,6 +90,11 @@ class Sharded:
     def num_pending_updates(self) -> int:
         """Updates that are made beside the next step, and not seen by it: 1 after a step under ``sync="delayed"``, else 0."""
         return self.engine.updates.num_pending
+
+    @property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """What was changed of the plan by itself (``adapt=True``), and why."""
+        return tuple(self.engine.adaptations)
 
     @property
     def totals(self) -> Totals:
@@ -127,6 +140,7 @@ def shard(  # noqa: PLR0913
     Raises:
         PlanError: The plan contradicts itself, the optimizer or the ranks.
         UsageError: The model is sharded already, or the optimizer is another model's.
+        OffloadError: A rank's disk cannot be used: found before anything is changed, unless it fails while it is written to.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(4, 4)
@@ -146,6 +160,8 @@ def shard(  # noqa: PLR0913
     if units is not None:
         plan = plan.replace(units=tuple(unit.name for unit in found if unit.name))
     device = check_devices(model, found)
+    if plan.adapt and not accounting:
+        raise PlanError("adapt=True goes by what steps are seen to take: it needs accounting=True.")
     if device.type == "cpu":
         plan = plan.without(Tier.HOST)  # The host's memory is the device's.
     lanes = lanes or _find_lanes(mesh, device, plan)
@@ -161,9 +177,14 @@ def shard(  # noqa: PLR0913
     if plan.uses_disk:
         setup = open_disk(setup, found, device, num_states_of(optimizers))
     rehearsal = None if example is None else rehearse(model, found, example)
-    memory.advise(device, lambda capacity: advice(found, plan, lanes.size, capacity, num_states_of(optimizers)))
+    free_bytes, num_local = memory.free_host_bytes(), lanes.hosts.count(lanes.hosts[lanes.rank])
+    share_bytes = None if free_bytes is None else free_bytes // num_local
+    memory.advise(device, lambda size: advice(found, plan, lanes.size, size, num_states_of(optimizers), share_bytes))
     engine = attach(model, found, setup, device)
+    engine.agreement.agree_on_disk()
     engine.meter.is_on = accounting
+    if plan.adapt:
+        adapt(engine)
     if rehearsal is not None:
         engine.use_trace(ROOT, rehearsal.trace)
         for module, unit in rehearsal.also_opened:

@@ -21,6 +21,7 @@ from shardwise.checkpoint.manifest import DTYPES, contiguous_stride
 from shardwise.checkpoint.shards import Part, bytes_of
 from shardwise.core.errors import UsageError, UsageTypeError
 from shardwise.core.unit import Segment
+from shardwise.runtime.copying import Guards, guards_of
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.flat import HOST, FlatState, ParamState, nothing_of, state_of
 from shardwise.runtime.grads import GradFace
@@ -92,7 +93,7 @@ def collect(engine: Engine, optimizers: Sequence[Optimizer], extra: Mapping[str,
     known = {id(param): name for name, param in engine.model.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         adopt(optimizer)
-        _add_optimizer(found, index, optimizer, engine.lanes.rank, known)
+        _add_optimizer(found, index, optimizer, engine, known)
     _add_grads(found, engine)
     _add_replicated(found, engine.model)
     found.items[names.RANDOM] = encode_item(names.RANDOM, random_state(engine.device))
@@ -129,17 +130,26 @@ def _param_parts(engine: Engine) -> Iterator[Part]:
     rank = engine.lanes.rank
     for flat in engine.executor.flats:
         low = flat.bounds[0]
-        for piece in _written(flat, rank):
+        for state, piece in zip(flat.params, _written(flat, rank), strict=True):
             if piece.numel or _is_first(piece, rank):
                 line = flat.master[piece.start - low : piece.start - low + piece.numel]
                 fetch = None if flat.line is None else partial(flat.read_part, piece.start, piece.start + piece.numel)
-                yield _part_of(f"{names.MODEL}{piece.param.name}", piece, line, fetch)
+                part = _part_of(f"{names.MODEL}{piece.param.name}", piece, line, fetch)
+                yield replace(part, guards=_guards_of_values(state, line))
+
+
+def _guards_of_values(state: ParamState, line: torch.Tensor) -> Guards:
+    """Those of a parameter that is in memory, unless it was written to outside of updates: that may happen again at any time."""
+    flat = state.flat
+    if flat.line is not None or state.index in flat.written:
+        return ()
+    return guards_of(line, state.segment, state.compute) if flat.is_aliased else guards_of(line, state.segment)
 
 
 # Optimizers
 
 
-def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int, known: Mapping[int, str]) -> None:
+def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, engine: Engine, known: Mapping[int, str]) -> None:
     groups = []
     parts: dict[str, list[Part]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -152,7 +162,8 @@ def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int
                 found.items[item] = encode_item(item, held)
             else:
                 name = state.spec.name
-                for key, part in _add_param_state(found, index, state, OptimizerPart(held, lines_of(optimizer)), rank):
+                own = OptimizerPart(held, lines_of(optimizer), is_guarded=state.host is engine)
+                for key, part in _add_param_state(found, index, state, own, engine.lanes.rank):
                     parts.setdefault(key, []).append(part)
             members.append(name)
         groups.append({"options": {key: value for key, value in group.items() if key != "params"}, "params": members})
@@ -164,10 +175,11 @@ def _add_optimizer(found: Collected, index: int, optimizer: Optimizer, rank: int
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """What an optimizer holds of one parameter, and the lines of what rests on disk."""
+    """What an optimizer holds of one parameter, the lines of what rests on disk, and whether its updates wait for copies."""
 
     held: Mapping[str, Any]
     lines: StateLines
+    is_guarded: bool
 
 
 def _add_param_state(
@@ -188,7 +200,8 @@ def _add_param_state(
                 yield key, _part_of(name, piece, nothing_of((piece.numel,), value.dtype, HOST), fetch)
             else:
                 start = piece.start - state.piece.start if piece.numel else 0
-                yield key, _part_of(name, piece, line_of(value, state)[start : start + piece.numel])
+                line = line_of(value, state)[start : start + piece.numel]
+                yield key, replace(_part_of(name, piece, line), guards=guards_of(line) if own.is_guarded else ())
     if _is_first(piece, rank) and own.held:
         item = names.state(index, state.spec.name)
         plain = {key: value for key, value in values.items() if value is not None or own.held[key] is None}

@@ -19,11 +19,14 @@ from shardwise.checkpoint.folders import Keep, find_checkpoints, read_head
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Entry, Manifest, Piece, ShardFile, Summary, name_of
 from shardwise.checkpoint.places import Place, writing
 from shardwise.checkpoint.shards import Part, write_shard
+from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.core.errors import CheckpointError
 from shardwise.core.plan import Plan
+from shardwise.runtime.copying import Copying
 from shardwise.wire.notices import Notices
 
 _log = logging.getLogger("shardwise")
+NOT_BEGUN = "The save was not begun."
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 
 
@@ -46,12 +49,17 @@ class Saving:
         """Where the checkpoint stands when it is done."""
         self.num_bytes = 0
         """What this rank has written."""
-        self.stall_seconds = 0.0
-        """For how long the loop was held up."""
         self.cpu_seconds = 0.0
         """What the save took of this rank's CPU, in the loop and beside it."""
         self._ended = threading.Event()
         self._error: str | None = None
+        self._call_seconds = 0.0
+        self._copying: Copying | None = None
+
+    @property
+    def stall_seconds(self) -> float:
+        """For how long the loop was held up so far: by the call, and where it waited for the copy."""
+        return self._call_seconds + (0.0 if self._copying is None else self._copying.waited_seconds)
 
     @property
     def is_done(self) -> bool:
@@ -72,6 +80,11 @@ class Saving:
         self._ended.wait()
         if self._error is not None:
             raise CheckpointError(self._error)
+
+    def wait_copied(self) -> None:
+        """Until the copy is made, or has failed. From then on, optimizer state and weights may be changed in any way."""
+        if self._copying is not None:
+            self._copying.wait()
 
     def end(self, error: str | None) -> None:
         """It has ended."""
@@ -97,6 +110,9 @@ class Job:
     rank: int
     num_ranks: int
     deadline_seconds: float = 0.0
+    snapshot: Snapshot | None = None
+    """Where a copy is written: it has the parts then."""
+    _claimed: threading.Lock = field(default_factory=threading.Lock)
 
     def key(self, rank: int) -> str:
         """Where a rank reports."""
@@ -107,8 +123,22 @@ class Job:
         """Where rank 0 says how it ended."""
         return f"save/{self.summary.id}/verdict"
 
+    def claim(self) -> bool:
+        """Whether it is left to whoever asks first to bring it to its end: an interrupt may come as a thread begins to."""
+        return self._claimed.acquire(blocking=False)
+
+    def abandon(self) -> None:
+        """Nothing of it is going to be written."""
+        if self.rank == 0:
+            self.wish.place.abandon(self.summary.id)
+        if self.snapshot is not None:
+            self.snapshot.copying.end()
+        self.saving.end(NOT_BEGUN)
+
     def run(self) -> None:
         """Write, report, and learn how it ended. All ranks end with the same verdict; only an interrupt is raised."""
+        if not self.claim():
+            return
         try:
             error = self._run()
         except BaseException as interrupt:
@@ -141,10 +171,14 @@ class Job:
     def _write(self) -> dict[str, Any]:
         name = f"rank-{self.rank:05}.safetensors"
         try:
+            if self.snapshot is not None:
+                self.parts = self.snapshot.finish()
             with writing(self.wish.place, self.summary.id, name) as writer:
                 file, pieces = write_shard(writer, name, self.parts, self.summary.id)
+            if self.snapshot is not None:
+                self.snapshot.check()
         except Exception as error:
-            return {"error": str(error)}
+            return {"error": str(error) or type(error).__name__}
         self.saving.num_bytes = file.num_bytes
         forms = [[part.name, part.names, name_of(part.line.dtype), part.shape, part.stride] for part in self.parts]
         rows = [[piece.offset, piece.start, piece.stop] for piece in pieces]

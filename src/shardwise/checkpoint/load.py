@@ -20,7 +20,7 @@ from shardwise.checkpoint.match import Match, Matcher, state_slot
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.restore import apply_values, check_values, drop_grads, fill
-from shardwise.core.errors import CheckpointError, PathError, UsageError
+from shardwise.core.errors import CheckpointError, OffloadError, PathError, UsageError
 from shardwise.runtime.engine import Engine
 from shardwise.telemetry.meter import Place as LoopPlace
 from shardwise.wire.comm import broadcast_bytes, gather_bytes
@@ -214,6 +214,8 @@ def _agreeing(engine: Engine, path: str) -> Iterator[None]:
     except Exception as found:
         error = CheckpointError(f"{path} was loaded in part only, since {type(found).__name__}: {found} Load again.")
         error.__cause__ = found
+        if engine.disk is not None and isinstance(found, OffloadError):
+            engine.disk.fail(error)
     _agree(engine, error)
 
 

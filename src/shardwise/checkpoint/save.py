@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +17,11 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.collect import Collected, check_at_rest, collect
 from shardwise.checkpoint.folders import find_checkpoints, is_checkpoint
-from shardwise.checkpoint.job import Job, Saving, Wish
+from shardwise.checkpoint.job import NOT_BEGUN, Job, Saving, Wish
 from shardwise.checkpoint.manifest import Summary
-from shardwise.checkpoint.shards import Part
+from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.core.errors import CheckpointError, OffloadError, PathError, ShardwiseError, UsageError, UsageTypeError
-from shardwise.core.ledger import Kind, Tier
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.runtime.engine import Engine
 from shardwise.telemetry.meter import Place as LoopPlace
 from shardwise.wire.comm import gather_bytes
@@ -37,7 +36,25 @@ class _Saver:
     def __init__(self) -> None:
         self.last: Saving | None = None
         self.posted: list[str] = []
-        self.copies: torch.Tensor | None = None
+        self._copies: torch.Tensor | None = None
+
+    def find_room(self, num_bytes: int, ledger: Ledger) -> torch.Tensor:
+        """Host memory for copies, which is kept for the next save: to ask for it anew would cost as much as the copy.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        if self._copies is None or self._copies.numel() < num_bytes:
+            self._copies = None
+            ledger.set(Kind.SNAPSHOT, 0, Tier.HOST)
+            try:
+                self._copies = torch.empty(num_bytes, dtype=torch.uint8)
+            except (MemoryError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"There is no host memory for a copy of {num_bytes:,} bytes ({error}). Save with wait=True, which needs none."
+                ) from error
+            ledger.set(Kind.SNAPSHOT, num_bytes, Tier.HOST)
+        return self._copies
 
 
 _SAVERS: WeakKeyDictionary[Engine, _Saver] = WeakKeyDictionary()
@@ -73,15 +90,18 @@ def save_state(engine: Engine, optimizers: Sequence[Optimizer], extra: Mapping[s
         if wait:
             job.run()
         else:
-            job.parts = _copy(job.parts, saver, engine)
+            job.snapshot = Snapshot(job.parts, partial(saver.find_room, ledger=engine.ledger))
+            job.parts = []
+            saving._copying = engine.executor.copying = job.snapshot.copying
             _start(job)
     except BaseException:
-        if job is not None and job.rank == 0 and not saving.is_done:
-            wish.place.abandon(job.summary.id)
-        saving.end("The save was not begun." if not saving.is_done else saving._error)
+        if job is None:
+            saving.end(NOT_BEGUN)
+        elif job.claim():  # No thread will do it; one that runs brings the save to its end.
+            job.abandon()
         raise
     finally:
-        saving.stall_seconds = time.perf_counter() - began
+        saving._call_seconds = time.perf_counter() - began
         saving.cpu_seconds += time.thread_time() - began_cpu
         meter.move(came_from)
     if wait:
@@ -166,29 +186,6 @@ def _begin(wish: Wish, id: str) -> int:
     return newest[0].summary.order + 1 if newest else 1
 
 
-def _copy(parts: Sequence[Part], saver: _Saver, engine: Engine) -> list[Part]:
-    """Copies in host memory, which is kept for the next save: to ask for it anew would cost as much as the copy."""
-    sizes = [-(-part.num_bytes // 64) * 64 for part in parts]
-    if saver.copies is None or saver.copies.numel() < sum(sizes):
-        saver.copies = torch.empty(sum(sizes), dtype=torch.uint8)
-        engine.ledger.set(Kind.SNAPSHOT, saver.copies.numel(), Tier.HOST)
-    copied, offset = [], 0
-    for part, size in zip(parts, sizes, strict=True):
-        room = saver.copies[offset : offset + part.num_bytes].view(part.line.dtype)
-        fetch = None
-        try:
-            room.copy_(part.line if part.fetch is None else part.fetch())
-        except OffloadError as error:
-            fetch = partial(_raise, error)  # Where the copy is written, so that all ranks hear of it.
-        copied.append(replace(part, line=room, fetch=fetch))
-        offset += size
-    return copied
-
-
-def _raise(error: Exception) -> torch.Tensor:
-    raise error
-
-
 def _start(job: Job) -> None:
     """Not a daemon: Python waits for it when it ends."""
 
@@ -201,4 +198,8 @@ def _start(job: Job) -> None:
 
     thread = threading.Thread(target=run, name=f"shardwise save {job.wish.place.path}")
     _UNDER_WAY.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # The system has none left.
+        _UNDER_WAY.discard(thread)
+        raise

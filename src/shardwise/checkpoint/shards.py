@@ -18,6 +18,7 @@ import torch
 from shardwise.checkpoint.manifest import Piece, ShardFile, chunk_bytes_for, contiguous_stride
 from shardwise.checkpoint.places import Place, Source, Writer
 from shardwise.core.errors import CheckpointError
+from shardwise.runtime.copying import Guards
 
 _BLOCK_BYTES = 2**20
 _STAGING_BYTES = 16 * 2**20
@@ -56,6 +57,9 @@ class Part:
     line: torch.Tensor
     fetch: Callable[[], torch.Tensor] | None = None
     """Brings the values when they are written, where ``line`` has a form alone."""
+    guards: Guards = ()
+    """Through what alone the values change, and in updates alone, so that they can be copied beside the steps; none, if they may change
+    at any time."""
 
     @property
     def num_bytes(self) -> int:

@@ -12,12 +12,13 @@ from shardwise.cli.parsing import Commands, Parser, add_command, port_number
 from shardwise.core.errors import UsageError
 from shardwise.report.chrome import chrome_trace
 from shardwise.report.compare import compare_body, name_runs
-from shardwise.report.figures import stragglers
+from shardwise.report.figures import disk_flow, stragglers
 from shardwise.report.live import LivePage, LiveServer
 from shardwise.report.page import document, headline, run_body
 from shardwise.report.runs import RunLog, load_run
 
 PAGE_NAME = "report.html"
+_MOST_CHANGES = 10
 _EXAMPLE = """\
 shardwise report runs/gpt-20260101-120000
 shardwise report runs/stage0 runs/stage1 runs/stage2 runs/stage3 --out stages.html
@@ -56,6 +57,8 @@ def execute(args: argparse.Namespace) -> int:
         print(f"{name}:")
         for key, value in headline(run).items():
             print(f"  {key:<36}{value:>16}")
+        for change in run.adaptations[-_MOST_CHANGES:]:
+            print(f"  {change}")
         for problem in run.problems[:3]:
             print(f"  note: {problem}")
     print(f"Report: {target}")
@@ -82,10 +85,17 @@ def _body(runs: list[RunLog]) -> str:
 def _facts(run: RunLog) -> dict[str, object]:
     return {
         "headline": headline(run),
+        "disk": {rank: _disk_facts(run, rank) for rank in run.ranks},
         "stragglers": [vars(each) for each in stragglers(run)],
+        "adaptations": [vars(each) for each in run.adaptations],
         "problems": run.problems,
         "folder": str(run.path),
     }
+
+
+def _disk_facts(run: RunLog, rank: int) -> dict[str, float] | None:
+    flow = disk_flow(run.steady_records_of(rank))
+    return None if flow is None else dict(vars(flow))
 
 
 def _write(target: Path, text: str, option: str) -> None:

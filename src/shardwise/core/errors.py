@@ -48,4 +48,4 @@ class PathError(CheckpointError, UsageError):
 
 
 class OffloadError(ShardwiseError, OSError):
-    """State could not be brought to the disk tier, or back from it."""
+    """State could not be brought to another tier, or back from it."""

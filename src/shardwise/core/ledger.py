@@ -42,6 +42,9 @@ class Kind(Enum):
     """Autograd holds them. Booked on accelerators, by what the allocator has given out beyond the rest, as units begin and end."""
 
 
+MAPPED = Kind.STAGING
+"""Its memory is mapped from the system: no allocator counts it."""
+
 Account = tuple[Tier, Kind]
 
 OnChange = Callable[[Account, int], None]
@@ -65,6 +68,7 @@ class Ledger:
     _earlier_peak: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
     _tier_live: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
     _tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
+    _recent_tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
     live_bytes: int = 0
     peak_bytes_since_mark: int = 0
     _earlier_peak_bytes: int = 0
@@ -80,8 +84,9 @@ class Ledger:
             if live > self._peak[account]:
                 self._peak[account] = live
             on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
-            if on_tier > self._tier_peak[tier]:
-                self._tier_peak[tier] = on_tier
+            if on_tier > self._recent_tier_peak[tier]:
+                self._recent_tier_peak[tier] = on_tier
+                self._tier_peak[tier] = max(self._tier_peak[tier], on_tier)
             if tier is not Tier.DISK:
                 self.live_bytes += num_bytes
             if self.live_bytes > self.peak_bytes_since_mark:
@@ -100,6 +105,7 @@ class Ledger:
             for account, peak in self._peak.items():
                 self._earlier_peak[account] = max(self._earlier_peak[account], peak)
                 self._peak[account] = self._live[account]
+            self._recent_tier_peak = defaultdict(int, self._tier_live)
             self._earlier_peak_bytes, self.peak_bytes_since_mark = self.peak_bytes, self.live_bytes
 
     @property
@@ -116,9 +122,18 @@ class Ledger:
         """Bytes that a tier holds now."""
         return self._tier_live[tier]
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes on the device now that come from its allocator."""
+        return self._tier_live[Tier.DEVICE] - self._live[(Tier.DEVICE, MAPPED)]
+
     def peak_on(self, tier: Tier) -> int:
         """The most bytes that a tier ever held at once."""
         return self._tier_peak[tier]
+
+    def peak_on_since_mark(self, tier: Tier) -> int:
+        """The same since the last `mark`."""
+        return self._recent_tier_peak[tier]
 
     def live(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """Bytes of a kind that are held now."""

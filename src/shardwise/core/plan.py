@@ -54,10 +54,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "nonfinite": ("skip", "raise", "keep"),
     "unused": ("raise", "zero"),
     "path": ("auto", "network"),
-    "activations": (Tier.DEVICE.value, Tier.HOST.value),
+    "activations": (Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value, "recompute"),
     "sync": ("exact", "delayed"),
 }
 _TIERS = {tier.value: tier for tier in Tier}
+
+
+def choices_of(field: str) -> tuple[str, ...]:
+    """What a field of a plan may be, if that is one of few words."""
+    return _CHOICES[field]
+
+
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -93,7 +100,11 @@ class Plan:
         folder: Where files of the disk tier are made, for this user alone; ``shardwise-offload`` in the current folder, if None.
         staging_bytes: The most memory through which bytes pass on their way to and from the disk; three times what the update of
             the largest flat buffer needs, if None: one at work, one read ahead, one written behind.
-        activations: Where what the forward leaves for the backward rests: on the ``device``, or on the ``host`` until it is needed.
+        activations: Where what the forward leaves for the backward rests until it is needed: on the ``device``, the ``host`` or the
+            ``disk``; or ``recompute``: the forwards of blocks (units that have modules inside, but no other unit) leave their inputs
+            alone, and are run again in the backward.
+        adapt: Whether state is moved, and more or less gathered ahead, by what steps are seen to take: before a device runs out
+            of memory, and back when there is room. The bits are the same.
         init_seed: Seed for models that are built on the meta device.
         sync: When an update is seen: ``exact``: by the next step; ``delayed``: it is made beside the next step, which computes with the
             weights from before it, and is seen by the one after that.
@@ -128,6 +139,7 @@ class Plan:
     folder: str | None = None
     staging_bytes: int | None = None
     activations: str = Tier.DEVICE.value
+    adapt: bool = False
     init_seed: int = 0
     sync: str = "exact"
     delay_warmup: int = 10
@@ -141,7 +153,7 @@ class Plan:
         for key in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, key) not in (None, *_DTYPES):
                 raise PlanError(f"{key} must be one of {', '.join(_DTYPES)} or None but is {getattr(self, key)!r}.")
-        for key in ("cast_forward_inputs", "reshard_after_forward"):
+        for key in ("cast_forward_inputs", "reshard_after_forward", "adapt"):
             if not isinstance(getattr(self, key), bool):
                 raise PlanError(f"{key} must be true or false but is {getattr(self, key)!r}.")
         _check_types(self)
@@ -170,7 +182,12 @@ class Plan:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state rests on disk."""
+        """Whether anything rests on disk."""
+        return self.keeps_state_on_disk or self.activations == Tier.DISK.value
+
+    @property
+    def keeps_state_on_disk(self) -> bool:
+        """Whether any state rests on disk, and not activations alone."""
         return any(name == Tier.DISK.value for _, name in self.tiers)
 
     @property
@@ -313,6 +330,16 @@ def _check_delay(plan: Plan) -> None:
         raise PlanError(
             f"sync='delayed' computes a step while the last one is updated, so {on_disk[0].value} must be in memory, but tiers lets "
             f"them rest on disk. Let {on_disk[0].value} rest on 'device' or 'host' ('optim' may rest on disk), or use sync='exact'."
+        )
+    if plan.is_delayed and plan.tier(StateKind.OPTIM) is Tier.DISK and plan.activations == Tier.DISK.value:
+        raise PlanError(
+            "sync='delayed' updates optimizer state on disk beside a step, which then cannot have its activations there as well. Use "
+            "activations='host' or 'recompute', let 'optim' rest on 'host', or use sync='exact'."
+        )
+    if plan.is_delayed and plan.adapt:
+        raise PlanError(
+            "adapt=True goes by what an update takes within its step, but sync='delayed' makes it beside the next. Use one of both; "
+            "shardwise.move moves state between steps with either."
         )
 
 

@@ -63,6 +63,7 @@ class Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     COMMUNICATION = "exposed communication"
+    DISK = "waiting for the disk"
     OPTIMIZER = "optimizer"
     OTHER = "other"
 
@@ -100,6 +101,14 @@ class Held:
 
 
 @dataclass(frozen=True)
+class DiskUse:
+    """What of its state one rank moved from and to its disk in the course of one step, as far as that was asked for then."""
+
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True)
 class Process:
     """What the machine says of the process: bytes that its allocator has given out, that are resident, and the most of these."""
 
@@ -124,6 +133,7 @@ class StepRecord:
         process: What the machine says; not looked at in every step, if steps are short.
         traffic: Collectives by op, unit and link.
         values: What users gave: loss, tokens, samples and the like.
+        disk: What was moved from and to disk; None where no state rests there, and in records of versions that did not count it.
     """
 
     step: int
@@ -137,16 +147,22 @@ class StepRecord:
     process: Process | None
     traffic: tuple[Traffic, ...]
     values: Mapping[str, float] = field(default_factory=dict)
+    disk: DiskUse | None = None
 
     @property
     def busy_seconds(self) -> float:
-        """The time in which this rank did not wait for others."""
+        """The time in which this rank did not wait for others; for its own disk it may have waited."""
         return self.seconds - self.phases.get(Phase.COMMUNICATION.value, 0.0)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank sent."""
         return sum(row.wire_bytes for row in self.traffic)
+
+    @property
+    def disk_seconds(self) -> float:
+        """The time in which this rank waited for its disk."""
+        return self.phases.get(Phase.DISK.value, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with tables as rows."""
@@ -158,6 +174,7 @@ class StepRecord:
             "held": [[each.tier, each.kind, each.live_bytes, each.peak_bytes] for each in self.held],
             "traffic": [list(vars(row).values()) for row in self.traffic],
             "process": process,
+            "disk": None if self.disk is None else asdict(self.disk),
         }
 
     @classmethod
@@ -168,16 +185,45 @@ class StepRecord:
             KeyError, TypeError, ValueError: It is no such record.
         """
         known = plain_fields(cls, values)
-        process = values["process"]
+        process, disk = values["process"], values.get("disk")
         return cls(
             **known,
             phases={str(phase): _number(seconds) for phase, seconds in values["phases"].items()},
             held=tuple(_from_row(Held, row) for row in values["held"]),
             process=None if process is None else Process(**plain_fields(Process, process)),
             traffic=tuple(_from_row(Traffic, row) for row in values["traffic"]),
+            disk=None if disk is None else DiskUse(**plain_fields(DiskUse, disk)),
             # Whatever users have logged: a loss may be no number any more, and a text is none.
             values={name: value for name, value in values["values"].items() if isinstance(value, int | float)},
         )
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What was changed of a plan at run time, and why.
+
+    Args:
+        step: After which step.
+        change: What was done, in words.
+        reason: Why.
+        held_part: Of a device's memory, on the rank that holds the most: expected at the peak.
+        waited_part: Of a step: waited for gathers, by all ranks.
+    """
+
+    step: int
+    change: str
+    reason: str
+    held_part: float
+    waited_part: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Adaptation:
+        """Read plain values; what is unknown is left out."""
+        return cls(**plain_fields(cls, values))
+
+    def __str__(self) -> str:
+        seen = f"{self.held_part:.0%} of the memory, {self.waited_part:.0%} of a step waited for gathers"
+        return f"After step {self.step}: {self.change}, since {self.reason} ({seen})."
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,27 @@ class _Free:
     is_fresh: bool = True
 
 
+_LENT = (Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD, Kind.WIRE)
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """Bytes of a pool on its device: lent, and taken for nothing."""
+
+    lent_bytes: int
+    slack_bytes: int
+    """What nobody asked for of storages that are lent: these may be larger than what they serve."""
+    idle_bytes: int
+    """Kept for the next request."""
+    largest_idle_bytes: int
+    num_idle: int
+
+    @property
+    def taken_bytes(self) -> int:
+        """All that was taken from the system."""
+        return self.lent_bytes + self.slack_bytes + self.idle_bytes
+
+
 class Pool:
     """Free storages, and the ledger's account of them and of those in use.
 
@@ -49,9 +70,17 @@ class Pool:
         self._ledger = ledger
         self._device = device
         self._free: list[_Free] = []
+        self._lingering: list[torch.Tensor] = []
+        """Given back on an accelerator's host while someone still had a view, such as an optimizer its list of gradients until its next
+        turn."""
+        self._tiers: dict[torch.device, Tier] = {}
+        self._lock = RLock()  # Updates that run beside a step take and give as well.
+        self.be_scarce(is_scarce)
+
+    def be_scarce(self, is_scarce: bool) -> None:
+        """Whether memory goes before time from now on."""
         self._heap = Heap(is_scarce=is_scarce)
         self._is_scarce = is_scarce
-        self._lock = RLock()  # Updates that run beside a step take and give as well.
         self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind) -> torch.Tensor:
@@ -63,7 +92,7 @@ class Pool:
         if self._is_scarce and device.type == "cpu":
             self._heap.keep_lean()
         with self._lock:
-            storage = self._find(num_bytes, device) if kind in self._kept else None
+            storage = self._find(num_bytes, device) if self._is_kept(kind, tier) else None
         if storage is None:
             if num_bytes >= _LARGE_BYTES and device.type == "cpu":
                 self._heap.keep_lean()
@@ -78,10 +107,18 @@ class Pool:
 
     def tier_of(self, device: torch.device) -> Tier:
         """The tier whose memory a device's is: that of the model's own device, or the host's."""
-        return Tier.DEVICE if device.type == self._device.type else Tier.HOST
+        tier = self._tiers.get(device)  # A device's type is a text that is made anew each time it is asked for.
+        if tier is None:
+            tier = self._tiers[device] = Tier.DEVICE if device.type == self._device.type else Tier.HOST
+        return tier
+
+    def _is_kept(self, kind: Kind, tier: Tier) -> bool:
+        """Whether memory is lent again after it was given back. An accelerator's host lends all: fresh pages cost more than copies."""
+        return kind in self._kept or tier is Tier.HOST
 
     def _find(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
         """The smallest free storage that is large enough and not much too large; of several the last: the others may go."""
+        self._collect()
         best: _Free | None = None
         for free in self._free:
             size = free.storage.nbytes()
@@ -100,16 +137,44 @@ class Pool:
         if not torch_private.is_shared(buffer):
             if Poison.enabled:
                 poison(buffer)
-            if kind in self._kept and buffer.nbytes and buffer.device.type == "cpu":
+            if self._is_kept(kind, tier) and buffer.is_cpu and buffer.nbytes:
                 with self._lock:
                     self._free.append(_Free(buffer.untyped_storage()))
                 self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return
+        elif tier is Tier.HOST:
+            with self._lock:
+                self._lingering.append(buffer)
+            self._ledger.add(Kind.POOL, buffer.nbytes, tier)
+            return
         self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes(), tier)
+
+    def _collect(self) -> None:
+        """Lend again what nobody has a view of any more."""
+        free = [buffer for buffer in self._lingering if not torch_private.is_shared(buffer)]
+        if free:
+            self._lingering = [buffer for buffer in self._lingering if all(buffer is not each for each in free)]
+            for buffer in free:
+                if Poison.enabled:
+                    poison(buffer)
+                self._free.append(_Free(buffer.untyped_storage()))
+
+    @property
+    def report(self) -> PoolReport:
+        """What is lent, and what lies idle or is wasted."""
+        with self._lock:
+            idle = [free.storage.nbytes() for free in self._free if self.tier_of(free.storage.device) is Tier.DEVICE]
+            lent_bytes = sum(self._ledger.live(kind) for kind in _LENT)
+            slack_bytes = self._ledger.live(Kind.POOL) - sum(idle)
+        return PoolReport(lent_bytes, slack_bytes, sum(idle), max(idle, default=0), len(idle))
 
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""
         with self._lock:
+            self._collect()
+            for buffer in self._lingering:
+                self._ledger.add(Kind.POOL, -buffer.nbytes, Tier.HOST)
+            self._lingering.clear()
             self._drop([free for free in self._free if not free.is_fresh])
             for free in self._free:
                 free.is_fresh = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
@@ -15,6 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
 _PROBE = torch.zeros(1)
@@ -68,12 +69,43 @@ def saved_tensor_hooks_allowed() -> bool:
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
+def is_of_checkpoint(pack: Pack) -> bool:
+    """Whether saved-tensor hooks are those of activation checkpointing, in its forward or in its recomputation."""
+    return getattr(pack, "__module__", None) == checkpoint.__name__
+
+
+def checkpointed(again: Callable[..., Any], *inputs: Any) -> Generator[None]:
+    """A checkpoint around what runs between the first and the second ``next`` of it, with ``again`` to compute the same again.
+
+    The public function calls what it checkpoints itself; hooks before and after a forward cannot. torch's own checkpointing by
+    hooks uses this.
+    """
+    make: Any = checkpoint._checkpoint_without_reentrant_generator
+    mode = checkpoint._DEFAULT_DETERMINISM_MODE
+    return make(again, True, checkpoint.noop_context_fn, mode, False, True, *inputs)  # type: ignore[no-any-return]
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the memory under a tensor (data_ptr is 0 for fake tensors); 0 for tensors that have none of their own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def put_around_forward(module: torch.nn.Module, before: int, after: int) -> None:
+    """Let two hooks of a module, by their keys, be the last of those before its forward and the first of those after it."""
+    hooks: Any = module._forward_pre_hooks
+    if next(reversed(hooks)) != before:
+        hooks.move_to_end(before)
+    hooks = module._forward_hooks
+    if next(iter(hooks)) != after:
+        hooks.move_to_end(after, last=False)
+
+
+def named_buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers that a module itself has, by name: what is put there stands in the module, without the checks of an attribute."""
+    return module._buffers
 
 
 def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -183,10 +215,12 @@ def _call_first(build: Callable[..., Any], kind: Any, args: Sequence[Any], state
     return build(*args)
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """What an accelerator has given out. The public function makes a table of all it counts first, which takes ten times as long."""
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """What an accelerator has given out, now and at most. The public functions make a table of all it counts first, which takes ten
+    times as long."""
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return int(torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]["current"])
+    found = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
+    return int(found["current"]), int(found["peak"])
 
 
 def put_around_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:

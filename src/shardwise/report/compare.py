@@ -8,10 +8,18 @@ from statistics import mean
 
 from shardwise.report import figures
 from shardwise.report.charts import Line, bar_chart, line_chart
+from shardwise.report.disk import disk_of_runs
+from shardwise.report.memory import layers_of, memory_figure
 from shardwise.report.page import headline, run_body
 from shardwise.report.parts import Cell, Page, format_seconds, in_bytes, in_seconds, section, table
 from shardwise.report.runs import RunLog
-from shardwise.report.sections import OP_COLOURS, PHASE_COLOURS, bytes_text, colour_of_kind, layers_of, memory_figure, thinned
+from shardwise.report.sections import (
+    OP_COLOURS,
+    bytes_text,
+    colour_of_kind,
+    phase_colours,
+    thinned,
+)
 
 _NUM_LINE_COLOURS = 10
 _NARROW = 430
@@ -32,6 +40,7 @@ def compare_body(runs: Sequence[RunLog]) -> str:
             _memory(named, page),
             _time(named, page),
             _traffic(named, page),
+            disk_of_runs(named, page),
             _loss(named, page),
             section("runs", "Each run", details),
         ]
@@ -61,12 +70,11 @@ def _memory_through_step(runs: Mapping[str, RunLog], page: Page) -> str:
         if run.traced_steps:
             found = run.traces_of(run.traced_steps[-1])
             traces[name] = found[min(found)]
-    tops = [
-        sum(layer.values[at] for layer in layers) for xs, layers in map(layers_of, traces.values()) for at in range(len(xs))
-    ]
+    stacks = [layers_of(trace, runs[name].allocator_tiers) for name, trace in traces.items()]
+    tops = [sum(layer.values[at] for layer in layers) for xs, layers in stacks for at in range(len(xs))]
     high = max(tops, default=0.0)
     panels = "".join(
-        f"<div><h3>{escape(name)}, rank {trace.rank}</h3>{memory_figure(trace, page, high, _NARROW)}</div>"
+        f"<div><h3>{escape(name)}, rank {trace.rank}</h3>{memory_figure(trace, runs[name].allocator_tiers, page, high, _NARROW)}</div>"
         for name, trace in traces.items()
     )
     about = "One step of the first rank of each run, on one scale."
@@ -88,15 +96,14 @@ def _memory(runs: Mapping[str, RunLog], page: Page) -> str:
 
 
 def _time(runs: Mapping[str, RunLog], page: Page) -> str:
-    bars = {}
-    for name, run in runs.items():
-        found = figures.mean_phases(run.steady_records)
-        bars[name] = {phase: found.get(phase, 0.0) for phase in PHASE_COLOURS}
-    chart = bar_chart(bars, PHASE_COLOURS, title="Seconds of a step by phase and run", x=format_seconds)
+    found = {name: figures.mean_phases(run.steady_records) for name, run in runs.items()}
+    colours = phase_colours(found.values())
+    bars = {name: {phase: phases.get(phase, 0.0) for phase in colours} for name, phases in found.items()}
+    chart = bar_chart(bars, colours, title="Seconds of a step by phase and run", x=format_seconds)
     rows: list[list[Cell | str]] = [[name, *(in_seconds(value) for value in parts.values())] for name, parts in bars.items()]
-    behind = table(["run", *PHASE_COLOURS], rows, caption="Seconds of a step by phase and run")
+    behind = table(["run", *colours], rows, caption="Seconds of a step by phase and run")
     about = "Means over ranks and steps. Runs that did not take turns on one machine are not measured against each other."
-    return section("time", "Time of a step", page.figure(chart, legend=PHASE_COLOURS, behind=behind), about)
+    return section("time", "Time of a step", page.figure(chart, legend=colours, behind=behind), about)
 
 
 def _traffic(runs: Mapping[str, RunLog], page: Page) -> str:

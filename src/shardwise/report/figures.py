@@ -157,6 +157,34 @@ def flows(records: Iterable[StepRecord], by: str = "op") -> list[Flow]:
     return sorted(found, key=lambda flow: -flow.wire_bytes)
 
 
+@dataclass(frozen=True)
+class DiskFlow:
+    """What a step of one rank moves from and to its disk on average, and how long it waits for that."""
+
+    read_bytes: float
+    written_bytes: float
+    waited_seconds: float
+    step_seconds: float
+
+    @property
+    def waited_part(self) -> float:
+        """Of a step."""
+        return self.waited_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+def disk_flow(records: Iterable[StepRecord]) -> DiskFlow | None:
+    """The mean of these steps; None if no state rests on disk, or an older version has recorded them."""
+    found = [(record, record.disk) for record in records if record.disk is not None]
+    if not found:
+        return None
+    return DiskFlow(
+        mean(disk.read_bytes for _, disk in found),
+        mean(disk.written_bytes for _, disk in found),
+        mean(record.disk_seconds for record, _ in found),
+        mean(record.seconds for record, _ in found),
+    )
+
+
 def peak_by_kind(records: Iterable[StepRecord]) -> dict[str, int]:
     """The most of each kind in any of these steps."""
     peaks: dict[str, int] = {}

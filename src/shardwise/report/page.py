@@ -8,7 +8,8 @@ from statistics import mean
 
 from shardwise.core.records import Phase
 from shardwise.core.sizes import format_bytes
-from shardwise.report import figures, sections
+from shardwise.report import disk, figures, memory, sections
+from shardwise.report.adaptations import adaptations
 from shardwise.report.charts import NUM_COLOURS
 from shardwise.report.parts import Page, cards, format_seconds, warning
 from shardwise.report.runs import RunLog
@@ -42,12 +43,14 @@ def run_body(run: RunLog, page: Page | None = None, prefix: str = "") -> str:
         "".join(warning(f"Rank {rank}: {leak}") for rank, leak in run.leaks),
         cards(headline(run)),
         sections.loss(run, page, prefix),
-        sections.memory_through_step(run, page, prefix),
-        sections.memory(run, page, prefix),
+        memory.memory_through_step(run, page, prefix),
+        memory.memory(run, page, prefix),
         sections.time(run, page, prefix),
         sections.timeline(run, page, prefix),
         sections.traffic(run, page, prefix),
+        disk.disk(run, page, prefix),
         sections.stragglers(run, prefix),
+        adaptations(run, prefix),
         sections.configuration(run, prefix),
     ]
     return "".join(parts)
@@ -81,6 +84,11 @@ def headline(run: RunLog) -> dict[str, str]:
     found["most held on a rank, by the ledger"] = format_bytes(max(record.peak_bytes for record in records))
     found["sent a step by a rank"] = format_bytes(round(mean(record.wire_bytes for record in records)))
     found["of the time waiting for others"] = f"{waiting / seconds:.1%}" if seconds else "-"
+    flow = figures.disk_flow(records)
+    if flow is not None:
+        found["read from disk a step by a rank"] = format_bytes(round(flow.read_bytes))
+        found["written to disk a step by a rank"] = format_bytes(round(flow.written_bytes))
+        found["of the time waiting for the disk"] = f"{flow.waited_part:.1%}"
     losses = figures.series(run, "loss")
     if losses:
         found["last loss"] = f"{losses[-1][1]:.4f}"

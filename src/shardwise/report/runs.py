@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import UsageError
-from shardwise.core.records import Header, StepRecord, StepTrace
+from shardwise.core.ledger import Tier
+from shardwise.core.records import Adaptation, Header, StepRecord, StepTrace
 from shardwise.telemetry.files import RankLog, read_log
 from shardwise.telemetry.leaks import Leak
 
@@ -38,6 +39,17 @@ class RunLog:
     def host_number(self, key: str) -> float:
         """What the header says of its host; 0 where it says nothing, or no number."""
         return 0.0 if self.header is None else as_number(self.header.host.get(key))
+
+    @property
+    def allocator_tiers(self) -> tuple[str, ...]:
+        """Tiers whose memory comes from the allocator that was asked: on the CPU, the host's memory is the device's."""
+        is_on_cpu = self.header is None or str(self.header.host.get("device", "cpu")).startswith("cpu")
+        return (Tier.DEVICE.value, Tier.HOST.value) if is_on_cpu else (Tier.DEVICE.value,)
+
+    @property
+    def resident_tiers(self) -> tuple[str, ...]:
+        """Tiers whose memory is the host's."""
+        return self.allocator_tiers if Tier.HOST.value in self.allocator_tiers else (Tier.HOST.value,)
 
     @cached_property
     def steps(self) -> dict[int, dict[int, StepRecord]]:
@@ -77,6 +89,11 @@ class RunLog:
     def leaks(self) -> list[tuple[int, Leak]]:
         """Memory that was found to grow, with the rank."""
         return [(rank, leak) for rank, log in self.ranks.items() for leak in log.leaks]
+
+    @property
+    def adaptations(self) -> list[Adaptation]:
+        """What was changed of the plan at run time: all ranks do the same, so one rank's account is enough."""
+        return max((log.adaptations for log in self.ranks.values()), key=len, default=[])
 
     @property
     def traced_steps(self) -> list[int]:

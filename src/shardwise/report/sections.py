@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from statistics import mean
 
 from shardwise.core.ledger import Kind
-from shardwise.core.records import Lane, Phase, Span, StepTrace
+from shardwise.core.records import Lane, Phase, Span
 from shardwise.core.sizes import format_bytes
 from shardwise.report import figures
-from shardwise.report.charts import WIDTH, Block, Layer, Line, area_chart, bar_chart, lane_chart, line_chart
+from shardwise.report.charts import Block, Line, bar_chart, lane_chart, line_chart
 from shardwise.report.parts import (
     Cell,
     Page,
@@ -27,11 +27,9 @@ from shardwise.report.parts import (
 from shardwise.report.runs import RunLog
 from shardwise.telemetry.meter import Place
 
-ACTIVATIONS = "activations and temporary values"
 KIND_COLOURS = {kind.value: at for at, kind in enumerate(Kind)}
-KIND_COLOURS[ACTIVATIONS] = KIND_COLOURS[Kind.ACTIVATION.value]
 PHASE_COLOURS = {phase.value: at for at, phase in enumerate((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION))}
-PHASE_COLOURS |= {Phase.OPTIMIZER.value: 4, Phase.DATA.value: 5, Phase.OTHER.value: 7}
+PHASE_COLOURS |= {Phase.DISK.value: 3, Phase.OPTIMIZER.value: 4, Phase.DATA.value: 5, Phase.OTHER.value: 7}
 _BLOCK_COLOURS = {"forward": 0, "backward": 1, "gather": 2, "reduce": 3}
 _OPTIMIZER_LANE = "optimizer"
 _OPTIMIZER_PLACES = (Place.AFTER_BACKWARD.value, Place.UPDATE.value)
@@ -45,6 +43,12 @@ def colour_of_kind(name: str) -> int:
     """Of a kind of memory, in whatever tier it rests."""
     kind = name.partition(" (")[0].rpartition(": ")[2]
     return KIND_COLOURS.get(kind, KIND_COLOURS[Kind.POOL.value])
+
+
+def phase_colours(found: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    """The phases that are shown: all of them, but that of the disk only where it is waited for."""
+    has_disk = any(phases.get(Phase.DISK.value) for phases in found)
+    return {phase: colour for phase, colour in PHASE_COLOURS.items() if has_disk or phase != Phase.DISK.value}
 
 
 def bytes_text(value: float) -> str:
@@ -70,100 +74,17 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(group[-1][0], mean(value for _, value in group)) for group in groups]
 
 
-def layers_of(trace: StepTrace) -> tuple[list[float], list[Layer]]:
-    """Milliseconds, and bytes by kind. What the allocator has given out beyond the ledger and the least of it are activations."""
-    xs = [row[0] * 1e3 for row in trace.memory]
-    columns = list(zip(*(row[1:] for row in trace.memory), strict=True)) if trace.memory else []
-    kinds = [name.removeprefix("device: ") for name in trace.kinds[:-1]]
-    layers = [Layer(name, values, colour_of_kind(name)) for name, values in zip(kinds, columns, strict=False) if any(values)]
-    layers.sort(key=lambda layer: (layer.colour in (1, 8), layer.colour))
-    if columns and any(columns[-1]):
-        beside = [allocated - sum(row) for allocated, row in zip(columns[-1], zip(*columns[:-1], strict=True), strict=True)]
-        base = min(beside)
-        layers.append(Layer(ACTIVATIONS, [value - base for value in beside], KIND_COLOURS[ACTIVATIONS]))
-    return xs, layers
-
-
-def memory_through_step(run: RunLog, page: Page, prefix: str) -> str:
-    """The saw-tooth of gather and release."""
-    title = "Memory through one step"
-    if not run.traced_steps:
-        return section(f"{prefix}step-memory", title, '<p class="nothing">No step was traced yet.</p>')
-    step = run.traced_steps[-1]
-    panels = {}
-    for rank, trace in run.traces_of(step).items():
-        panels[f"rank {rank}"] = memory_figure(trace, page)
-    about = (
-        f"Step {step}. What the ledger holds by kind, at each change; above it what else the allocator has given out since the "
-        "step was at its leanest: activations and temporary values."
-    )
-    return section(f"{prefix}step-memory", title, page.tabs(panels, label="rank"), about)
-
-
-def memory_figure(trace: StepTrace, page: Page, high: float = 0.0, width: int = WIDTH) -> str:
-    """One rank's memory through one step."""
-    xs, layers = layers_of(trace)
-    title, x_label = f"Memory by kind on rank {trace.rank}", "ms since the step began"
-    chart = area_chart(xs, layers, title=title, x_label=x_label, y=bytes_text, high=high, width=width)
-    rows: list[list[Cell | str]] = [
-        [layer.name, in_bytes(layer.values[0]), in_bytes(max(layer.values)), in_bytes(layer.values[-1])] for layer in layers
-    ]
-    behind = table(["kind", "at the begin", "at most", "at the end"], rows, caption="Memory by kind in the step")
-    return page.figure(chart, legend={layer.name: layer.colour for layer in layers}, behind=behind)
-
-
-def memory(run: RunLog, page: Page, prefix: str) -> str:
-    """The most of each kind by rank, and the ledger beside what the machine says."""
-    bars: dict[str, dict[str, float]] = {}
-    rows: list[list[Cell | str]] = []
-    for rank, log in run.ranks.items():
-        peaks = figures.peak_by_kind(log.steps)
-        bars[f"rank {rank}"] = dict(sorted(peaks.items(), key=lambda item: colour_of_kind(item[0])))
-        seen = [record for record in log.steps if record.process is not None]
-        last = seen[-1] if seen else None
-        live = 0 if last is None else sum(each.live_bytes for each in last.held)
-        process = None if last is None else last.process
-        if process is not None:
-            rest = process.resident_bytes - live
-            rows.append(
-                [
-                    f"rank {rank}",
-                    in_bytes(max(record.peak_bytes for record in log.steps)),
-                    in_bytes(live),
-                    in_bytes(process.allocated_bytes),
-                    in_bytes(process.resident_bytes),
-                    in_bytes(rest),
-                    in_bytes(process.peak_resident_bytes),
-                ]
-            )
-    kinds = {kind: colour_of_kind(kind) for parts in bars.values() for kind in parts}
-    chart = bar_chart(bars, kinds, title="The most of each kind by rank", x=bytes_text)
-    behind = table(
-        ["rank", *kinds], [[rank, *(in_bytes(parts.get(kind, 0)) for kind in kinds)] for rank, parts in bars.items()],
-        caption="The most of each kind by rank",
-    )  # fmt: skip
-    heads = ["rank", "most at once", "live between steps", "allocated", "resident", "unattributed", "most resident"]
-    reconciled = table(heads, rows, caption="The ledger beside what the machine says") if rows else ""
-    about = (
-        "The most of each kind, which need not have been at the same time. Below, the ledger beside what the machine says: the rest "
-        "is unattributed, the program itself among it."
-    )
-    body = page.figure(chart, legend=kinds, behind=behind) + reconciled
-    return section(f"{prefix}memory", "Memory by kind", body, about)
-
-
 def time(run: RunLog, page: Page, prefix: str) -> str:
     """Where the time of a step goes."""
-    bars = {}
-    for rank in run.ranks:
-        found = figures.mean_phases(run.steady_records_of(rank))
-        bars[f"rank {rank}"] = {phase: found.get(phase, 0.0) for phase in PHASE_COLOURS}
-    chart = bar_chart(bars, PHASE_COLOURS, title="Seconds of a step by phase and rank", x=format_seconds)
+    found = {f"rank {rank}": figures.mean_phases(run.steady_records_of(rank)) for rank in run.ranks}
+    colours = phase_colours(found.values())
+    bars = {rank: {phase: phases.get(phase, 0.0) for phase in colours} for rank, phases in found.items()}
+    chart = bar_chart(bars, colours, title="Seconds of a step by phase and rank", x=format_seconds)
     rows: list[list[Cell | str]] = [
         [rank, *(in_seconds(value) for value in parts.values()), in_seconds(sum(parts.values()))]
         for rank, parts in bars.items()
     ]
-    behind = table(["rank", *PHASE_COLOURS, "all"], rows, caption="Seconds of a step by phase and rank")
+    behind = table(["rank", *colours, "all"], rows, caption="Seconds of a step by phase and rank")
     walls = [(step, mean(record.seconds for record in by_rank.values())) for step, by_rank in run.whole_steps.items()]
     line = line_chart(
         [Line("a step", thinned(walls), 0)], title="Seconds of each step", x_label="step", y=format_seconds, from_zero=True
@@ -171,7 +92,7 @@ def time(run: RunLog, page: Page, prefix: str) -> str:
     later = table(
         ["step", "seconds"], [[Cell(str(step), step), in_seconds(value)] for step, value in thinned(walls)], caption="By step"
     )
-    body = page.figure(chart, legend=PHASE_COLOURS, behind=behind) + page.figure(line, legend={}, behind=later)
+    body = page.figure(chart, legend=colours, behind=behind) + page.figure(line, legend={}, behind=later)
     return section(f"{prefix}time", "Time of a step", body, "Means without the first two steps. The parts add up to the step.")
 
 

@@ -1,14 +1,18 @@
-"""What the forward leaves for the backward, in the host's memory meanwhile."""
+"""What the forward leaves for the backward, resting elsewhere meanwhile. Knows what is taken, and in which form; not where it rests."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.core.ledger import Kind, Ledger, Tier
+from shardwise.core.errors import OffloadError
 from shardwise.devices import torch_private
-from shardwise.devices.host import empty_on_host
 from shardwise.runtime.executor import Executor
 
 _LEAST_BYTES = 4096
@@ -19,53 +23,188 @@ _MOST_STRETCH = 2
 """How much more memory than elements a tensor may span, to be taken with all that lies between."""
 
 
-class OnHost:
-    """One saved tensor on the host, for as long as autograd may ask for it."""
-
-    def __init__(self, tensor: torch.Tensor, ledger: Ledger) -> None:
-        self._device = tensor.device
-        self._ledger = ledger
-        self._size, self._stride = tuple(tensor.shape), tuple(tensor.stride())
-        stretch = 1 + sum((size - 1) * stride for size, stride in zip(self._size, self._stride, strict=True))
-        # The stretch of memory that it shows, so that it comes back in the same form and kernels add in the same order; unless it
-        # shows but little of it.
-        self._has_form = stretch <= _MOST_STRETCH * tensor.numel()
-        self._values = empty_on_host(stretch if self._has_form else tensor.numel(), tensor.dtype, "activations")
-        if self._has_form:
-            self._values.copy_(tensor.as_strided((stretch,), (1,)))
-        else:
-            self._values.view(self._size).copy_(tensor)
-        ledger.add(Kind.ACTIVATION, self._values.nbytes, Tier.HOST)
+class Kept(Protocol):
+    """A line of numbers that rests somewhere, for as long as it is held."""
 
     def bring(self) -> torch.Tensor:
-        """The tensor on its device again."""
-        values = self._values.to(self._device)
-        return values.as_strided(self._size, self._stride) if self._has_form else values.view(self._size)
+        """The numbers on their device again, in memory of their own.
+
+        Raises:
+            OffloadError: They cannot be read.
+        """
+        ...
+
+
+class Place(Protocol):
+    """Where saved tensors rest."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything more can be kept."""
+        ...
+
+    def suits(self, device: torch.device) -> bool:
+        """Whether tensors of a device rest better here."""
+        ...
+
+    def keep(self, line: torch.Tensor) -> Kept:
+        """Take a dense line in.
+
+        Raises:
+            OffloadError: There is no room.
+        """
+        ...
+
+    def fail(self, error: OffloadError) -> None:
+        """Note that something could not be read or written: all ranks stop when they next meet."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a tensor lies in the stretch of memory that it spans."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    stretch: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        """That of a tensor which has elements."""
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(size, stride, 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
+
+    def line(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stretch of memory that a tensor shows."""
+        return tensor.as_strided((self.stretch,), (1,))
+
+    def view(self, line: torch.Tensor) -> torch.Tensor:
+        """The tensor in such a stretch."""
+        return line.as_strided(self.size, self.stride)
+
+
+class _Shared:
+    """Numbers that one or more saved tensors show. Once brought they stay until all of these have them, and are read once.
+
+    While it lives, the identity of the storage that they came from is nobody else's.
+    """
+
+    def __init__(self, kept: Kept, source: torch.Tensor) -> None:
+        self._kept = kept
+        self._source = StorageWeakRef(source.untyped_storage())
+        self._back: torch.Tensor | None = None
+        self._waiting: set[int] = set()
+        self._holders: set[int] = set()
+
+    def add(self, holder: int) -> None:
+        """One more saved tensor shows them."""
+        self._holders.add(holder)
+        self._waiting.add(holder)
+
+    def remove(self, holder: int) -> None:
+        """A saved tensor is not needed any more."""
+        self._holders.discard(holder)
+        self._brought(holder)
+
+    def bring(self, holder: int) -> torch.Tensor:
+        """The line on its device."""
+        values = self._kept.bring() if self._back is None else self._back
+        self._back = values
+        self._brought(holder)
+        return values
+
+    def _brought(self, holder: int) -> None:
+        self._waiting.discard(holder)
+        if not self._waiting:
+            self._back = None
+            self._waiting = set(self._holders)  # A graph that is retained may be gone through again.
+
+
+class Saved:
+    """One saved tensor that rests elsewhere, for as long as autograd may ask for it."""
+
+    def __init__(self, shared: _Shared, form: _Form, dtype: torch.dtype, device: torch.device) -> None:
+        self._shared = shared
+        self.form = form
+        self.dtype = dtype
+        self.device = device
+        shared.add(id(self))
+
+    def bring(self) -> torch.Tensor:
+        """The tensor on its device again.
+
+        Raises:
+            OffloadError: It cannot be read.
+        """
+        return self.form.view(self._shared.bring(id(self)))
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and hasattr(self, "_values"):
-            self._ledger.add(Kind.ACTIVATION, -self._values.nbytes, Tier.HOST)
+        self._shared.remove(id(self))
 
 
-class HostRoom:
-    """Decides which saved tensors go to the host, and takes them in."""
+class Room:
+    """Decides which saved tensors rest elsewhere, takes them in and brings them back. What is saved several times is kept once."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, modules: Iterable[nn.Module], place: Place) -> None:
         self._executor = executor
+        self._modules = tuple(modules)
+        self._place = place
+        self._resident: set[int] = set()
+        self._known: WeakValueDictionary[tuple[object, ...], _Shared] = WeakValueDictionary()
+        """By memory, version and stretch."""
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Activations of some size on the device: not parameters, which stay anyway, nor tensors of other libraries' kinds."""
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if (
-            not is_plain
-            or tensor.device.type == "cpu"
-            or tensor.nbytes < _LEAST_BYTES
-            or (tensor.is_leaf and tensor.requires_grad)
-        ):
-            return False
-        key = torch_private.storage_key(tensor)
-        return not any(flat.full is not None and torch_private.storage_key(flat.full) == key for flat in self._executor.flats)
+    def look_around(self) -> None:
+        """A call begins: note the memory of weights and buffers, which stays in any case."""
+        found = [flat.full for flat in self._executor.flats if flat.full is not None]
+        for module in self._modules:
+            found += torch_private.buffers_of(module)
+            found += [param for param in module.parameters(recurse=False) if type(param) is nn.Parameter]
+        self._resident = {torch_private.storage_key(tensor) for tensor in found}
 
-    def put(self, tensor: torch.Tensor) -> OnHost:
-        """Take a tensor in."""
-        return OnHost(tensor.detach(), self._executor.ledger)
+    def put(self, tensor: torch.Tensor) -> Saved | None:
+        """Take a tensor in; None if it stays."""
+        if not self._takes(tensor):
+            return None
+        self._executor.note_activations()
+        with torch.no_grad():
+            values, form = tensor.detach(), _Form.of(tensor)
+            if form.stretch > _MOST_STRETCH * tensor.numel():
+                values = values.contiguous()  # It shows but little of its memory.
+                form = _Form.of(values)
+            # As it lies in memory, so that it comes back in the same form and kernels add in the same order.
+            key = (torch_private.storage_key(values), values.storage_offset(), form.stretch, values.dtype, tensor._version)
+            shared = self._known.get(key)
+            if shared is None:
+                try:
+                    shared = _Shared(self._place.keep(form.line(values)), values)
+                except OffloadError as error:
+                    self._place.fail(error)
+                    return None
+                self._known[key] = shared
+        return Saved(shared, form, tensor.dtype, tensor.device)
+
+    def bring(self, saved: Saved) -> torch.Tensor:
+        """A tensor again. Where it cannot be read, numbers that are none: peers wait for what is made of it, and are told."""
+        try:
+            with torch.no_grad():
+                values = saved.bring()
+        except OffloadError as error:
+            self._place.fail(error)
+            is_number = saved.dtype.is_floating_point or saved.dtype.is_complex
+            values = saved.form.view(
+                torch.full((saved.form.stretch,), float("nan") if is_number else 0, dtype=saved.dtype, device=saved.device)
+            )
+        self._executor.note_activations()
+        return values
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        """Activations of some size: not parameters and buffers, which stay anyway, nor tensors of other libraries' kinds."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+        return (
+            is_plain
+            and tensor.nbytes >= _LEAST_BYTES
+            and not (tensor.is_leaf and tensor.requires_grad)
+            and self._place.suits(tensor.device)
+            and self._place.is_open
+            and torch_private.storage_key(tensor) not in self._resident
+        )

@@ -145,6 +145,8 @@ class Agreement:
         for flat in self._executor.flats:
             for state in flat.params:
                 state.segment.grad = None
+        if not self._executor.plan.keeps_state_on_disk:
+            disk.forgive()  # Activations alone are lost, and the next step makes new ones.
         raise OffloadError(told)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
-from shardwise.core.ledger import Kind, Ledger, Tier
+from shardwise.core.ledger import Ledger, Tier
 from shardwise.core.plan import StateKind
 from shardwise.core.rest import Rest, rests_of
 from shardwise.core.unit import FlatSpec, Unit
@@ -17,6 +17,7 @@ from shardwise.devices.malloc import release_unused
 from shardwise.runtime.engine import Engine, Setup
 from shardwise.runtime.executor import UnitState
 from shardwise.runtime.flat import HOST, FlatState, ParamState, Precision, nothing_of, put_on_disk, remember, state_of
+from shardwise.runtime.form import Form, book, copy_of
 from shardwise.runtime.grads import assign_grad, make_live
 from shardwise.runtime.hooks import attach_hooks
 from shardwise.runtime.materialize import Initial, check_meta, is_on_meta, materialize
@@ -40,12 +41,20 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
     engine = Engine(model, states, setup, ledger, disk)
     engine.book_buffers()
     for flat_state in engine.executor.flats:
-        _book(flat_state, ledger)
+        book(flat_state, ledger)
         _adopt_params(model, flat_state, engine)
     for old, new in initial.replaced:
         state = state_of(new)
         if state is not None:
             remember(old, state)
+    _attach_hooks(engine, units)
+    register(engine)
+    if device.type == "cpu":
+        release_unused()
+    return engine
+
+
+def _attach_hooks(engine: Engine, units: Sequence[Unit]) -> None:
     for name, module in engine.modules.items():
         has_units = any(_contains(name, unit.name) for unit in units)
         if has_units or any(state_of(param) is not None for param in module.parameters()):
@@ -55,10 +64,8 @@ def attach(model: nn.Module, units: Sequence[Unit], setup: Setup, device: torch.
             for unit in units:
                 if _contains(f"{name}.layers.0" if name else "layers.0", unit.name):
                     engine.open_also_at(name, unit.name)
-    register(engine)
-    if device.type == "cpu":
-        release_unused()
-    return engine
+    if engine.recompute is not None:
+        engine.recompute.attach()
 
 
 def _contains(module: str, unit: str) -> bool:
@@ -70,13 +77,11 @@ def _make_flat(
 ) -> FlatState:
     plan, lanes = setup.plan, setup.lanes
     device = model.get_parameter(spec.params[0].name).device
-    is_fetched = StateKind.PARAM in plan.sharded or rest.param is not Tier.DEVICE
     is_away = rest.master is not Tier.DEVICE
     precision = Precision.of(spec, plan)
+    form = Form.of(spec, rest, precision, plan)
     layout = spec.layout(setup.layout_kind, num_ranks=lanes.size, weights=plan.weights)
     bounds = layout.bounds(lanes.rank) if StateKind.OPTIM in plan.sharded else (0, layout.numel)
-    is_apart = plan.is_delayed and spec.trainable  # An update must not reach what is computed with before its time.
-    is_aliased = not is_fetched and precision.compute == precision.master and not is_away and not is_apart
     full: torch.Tensor | None
     is_new = all(param.name in initial.parts for param in spec.params)
     line = initial.lines.pop(spec.name, None)
@@ -89,15 +94,13 @@ def _make_flat(
         whole = _pack(model, spec, layout.numel, initial)
         if plan.initial == "rank0" and lanes.size > 1 and not is_new:
             lanes.gather.broadcast(whole, 0, label=f"initial values of {spec.name}").wait()
-        full = None if is_fetched else whole if is_aliased else whole.to(precision.compute)
+        full = None if form.is_fetched else whole if form.is_aliased else whole.to(precision.compute)
         owned = whole[slice(*bounds)]
         is_free = owned.numel() == whole.numel() and full is not whole
-        master = owned if is_aliased or is_away or is_free else owned.clone()
+        master = owned if form.is_aliased or is_away or is_free else owned.clone()
     shard = None
-    if is_fetched and is_apart and rest.param is not Tier.DEVICE:
-        shard = on_host(master.to(precision.compute), f"parameters of {spec.name}")
-    elif is_fetched and (is_apart or is_away) and rest.param is Tier.DEVICE and line is None:
-        shard = master.to(device, precision.compute, copy=True)
+    if form.has_copy:
+        shard = copy_of(master, spec, rest, precision, device)
     if is_away and line is None:
         if disk is not None and rest.master is Tier.DISK:
             line = put_on_disk(master, disk, spec.name)
@@ -106,22 +109,22 @@ def _make_flat(
             master = on_host(master, f"parameters of {spec.name}")
     is_owned_whole = StateKind.OPTIM not in plan.sharded or lanes.size == 1
     state = FlatState(
-        spec, layout, precision, bounds, master, full, is_aliased, is_owned_whole, is_fetched, device, rest, shard, line
+        spec,
+        layout,
+        precision,
+        bounds,
+        master,
+        full,
+        form.is_aliased,
+        is_owned_whole,
+        form.is_fetched,
+        device,
+        rest,
+        shard,
+        line,
     )
     _detach_originals(model, state)
     return state
-
-
-def _book(flat: FlatState, ledger: Ledger) -> None:
-    """What a buffer holds at rest. Values that are not those of compute, or not where these are, are master weights."""
-    is_copied = flat.shard is not None or (flat.full is not None and not flat.is_aliased)
-    kind = Kind.MASTER if is_copied or flat.precision.compute != flat.precision.master else Kind.PARAM
-    if flat.line is None:
-        ledger.add(kind, flat.master.nbytes, flat.rest.master)
-    if flat.shard is not None:
-        ledger.add(Kind.PARAM, flat.shard.nbytes, flat.rest.param)
-    if flat.full is not None:
-        ledger.add(Kind.PARAM, flat.full.nbytes - (flat.master.nbytes if flat.is_aliased else 0))
 
 
 def _pack(model: nn.Module, spec: FlatSpec, numel: int, initial: Initial) -> torch.Tensor:

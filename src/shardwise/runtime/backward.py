@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import UsageError
+from shardwise.core.plan import Plan
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import ParamState
@@ -52,12 +53,16 @@ class Backward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._executor = engine.executor
-        self._is_sharded = engine.plan.fetches_params
+        self.use_plan(engine.plan)
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
         self._num_grads: dict[str, Counter[str]] = {}
         self.moments: tuple[Moment, ...] = ()
         self.strays: tuple[str, ...] = ()
+
+    def use_plan(self, plan: Plan) -> None:
+        """What passes go by from now on."""
+        self._is_sharded = plan.fetches_params
 
     @property
     def is_running(self) -> bool:
@@ -74,6 +79,7 @@ class Backward:
                 )
             self._engine.meter.move(Place.BACKWARD)
             self._engine.spent_grads.clear()
+            self._executor.note_activations()  # All that the forward has left is there.
             self._engine.meter.tracer.start_laps()
             entry = self._engine.forward.last_entry
             schedule = self._engine.schedule_of(entry)
@@ -85,6 +91,8 @@ class Backward:
             self._pass = _Pass(Script(opening), self._engine.is_synced, torch_private.graph_task(), goals, opened)
             if self._pass.is_synced:
                 self._engine.reducer.begin(schedule.reduced_units)
+            if not self._engine.updates.is_beside:
+                self._engine.read_ahead(self._engine.plan)
             torch_private.at_end_of_backward(self._end)
         return self._pass
 
@@ -162,18 +170,21 @@ class Backward:
                 return self.take_grad(state)
         running = self._pass or self.begin()
         unit = state.flat.spec.unit
-        missing = running.missing.get(unit)
         with torch_private.without_torch_function():
             grad = RAW_GRAD.__get__(state.compute)
             if grad is None:
                 return None
-            RAW_GRAD.__set__(state.compute, None)
+            missing = running.missing.get(unit)
             if not missing:
                 flats = self._executor.units[unit].flats
                 missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
                 running.missing[unit] = missing
-        running.num_grads[unit] += 1
-        self._engine.reducer.accumulate(state, grad, self._engine.weight)
+            running.num_grads[unit] += 1
+            try:
+                self._engine.reducer.accumulate(state, grad, self._engine.weight)
+            finally:
+                del grad
+                RAW_GRAD.__set__(state.compute, None)  # Its memory goes here.
         missing.discard(id(state))
         if not missing:
             self._finish_round(unit, running)
@@ -215,6 +226,8 @@ class Backward:
         self.strays = tuple(running.script.strays)
         self.release_all()
         if not running.num_grads:
+            if self._engine.disk is not None:  # No later moment would tell.
+                self._engine.disk.refuse_failed("Gradients cannot be relied on.")
             return
         # Where not all parameters were used there is nothing to go by: the next pass may use more.
         counts = Counter({unit: num for unit, num in running.num_grads.items() if running.num_rounds[unit]})

@@ -48,6 +48,11 @@ class Updates:
         engine = self._engine
         return engine.plan.is_delayed and engine.num_updates >= engine.plan.delay_warmup
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether an update is made beside the step that is under way, or its own will be: they read from disk by themselves."""
+        return bool(self._pending) or self.is_due
+
     # Where the loop is
 
     def before_call(self, *, is_training: bool) -> None:
@@ -120,7 +125,8 @@ class Updates:
         engine = self._engine
         if engine.disk is not None:
             engine.disk.forget_all_ahead()
-            engine.agreement.agree_on_disk()
+            if engine.plan.keeps_state_on_disk:
+                engine.agreement.agree_on_disk()
         engine.executor.before_change()
         units = set()
         for update in pending:

@@ -25,6 +25,7 @@ def detach(engine: Engine, optimizers: Sequence[Optimizer]) -> None:
     if engine.backward.is_running:
         engine.recover()
     engine.come_to_rest()
+    engine.executor.wait_until_copied()  # What users do from now on does not pass the engine.
     if engine.disk is not None:
         _bring_all(engine, optimizers)
     for optimizer in optimizers:

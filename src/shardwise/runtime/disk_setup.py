@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.errors import OffloadError, PlanError
+from shardwise.core.footprint import LOADS_AT_ONCE
 from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.rest import rests_of
@@ -16,7 +17,7 @@ from shardwise.core.sizes import format_bytes
 from shardwise.core.unit import Unit
 from shardwise.runtime.engine import Setup
 from shardwise.runtime.flat import Precision
-from shardwise.runtime.offload import LOADS_AT_ONCE
+from shardwise.runtime.saved_places import PIECE_BYTES
 from shardwise.stores.disk import DiskStore
 from shardwise.stores.ranges import round_up
 from shardwise.wire.comm import Lanes, gather_bytes
@@ -60,11 +61,12 @@ def open_disk(setup: Setup, units: Sequence[Unit], device: torch.device, num_sta
         OffloadError: A rank could not make a file, on all ranks alike.
     """
     need = need_of(units, setup, device, num_states)
-    _check_budget(setup.plan, need)
-    return replace(setup, store=_open_store(setup.plan, setup.lanes, need), load_bytes=need.load_bytes)
+    check_budget(setup.plan, need)
+    load_bytes = max(need.load_bytes, PIECE_BYTES if setup.plan.activations == Tier.DISK.value else 0)
+    return replace(setup, store=_open_store(setup.plan, setup.lanes, need), load_bytes=load_bytes)
 
 
-def _check_budget(plan: Plan, need: DiskNeed) -> None:
+def check_budget(plan: Plan, need: DiskNeed) -> None:
     """Refuse too little memory between disk and computation."""
     if plan.staging_bytes is not None and plan.staging_bytes < need.load_bytes:
         raise PlanError(
@@ -79,14 +81,44 @@ def _open_store(plan: Plan, lanes: Lanes, need: DiskNeed) -> DiskStore:
     store: DiskStore | None = None
     error: OffloadError | None = None
     try:
-        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}")
+        store = DiskStore(Path(plan.folder or DEFAULT_FOLDER), name=f"rank-{lanes.rank}", is_passing=plan.folder is None)
         store.free(store.reserve(need.file_bytes, "state that rests on disk"))
     except OffloadError as found:
         error = found
+    try:
+        _raise_together(error, lanes)
+    except OffloadError:
+        if store is not None:
+            store.close()
+        raise
+    if store is None:
+        raise OffloadError("No file for offload was made.")
+    return store
+
+
+def _raise_together(error: OffloadError | None, lanes: Lanes) -> None:
+    """Go on if all ranks have what they need. A collective.
+
+    Raises:
+        OffloadError: One has not.
+    """
     texts = gather_bytes(lanes.gather, str(error or "").encode(), label="files for offload")
     failed = next(((rank, text.decode()) for rank, text in enumerate(texts) if text), None)
-    if store is not None and failed is None:
-        return store
-    if store is not None:
-        store.close()
-    raise error or OffloadError("Rank {}: {}".format(*failed or (0, "")))
+    if failed is not None:
+        raise error or OffloadError("Rank {}: {}".format(*failed))
+
+
+def make_room(setup: Setup, units: Sequence[Unit], device: torch.device, before: Plan, num_states: int) -> None:
+    """Let the files of ranks that have a store grow by what rests on disk under the plan and did not before. A collective.
+
+    Raises:
+        OffloadError: A rank has no room, on all ranks alike.
+    """
+    need, had = (need_of(units, replace(setup, plan=plan), device, num_states) for plan in (setup.plan, before))
+    error: OffloadError | None = None
+    try:
+        if setup.store is not None:
+            setup.store.free(setup.store.reserve(max(0, need.file_bytes - had.file_bytes), "state that is moved to disk"))
+    except OffloadError as found:
+        error = found
+    _raise_together(error, setup.lanes)

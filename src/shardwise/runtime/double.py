@@ -17,6 +17,7 @@ from shardwise.core.ledger import Kind
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import HOST, FlatState, ParamState, carry_attributes
 from shardwise.runtime.grads import GradFace
+from shardwise.runtime.offload import beside_the_loop
 from shardwise.runtime.state_lines import StateLines
 from shardwise.runtime.turns import GroupsByTurn, OptimizerState, turns_of
 
@@ -92,7 +93,7 @@ class Update:
         """Make the update, in a thread. What goes wrong is told at the end."""
         try:
             groups, self._double.param_groups = self._double.param_groups, self._turns
-            with torch.no_grad():
+            with torch.no_grad(), beside_the_loop():
                 torch_private.step_without_hooks(self._double)
             self._double.param_groups = groups
         except BaseException as error:

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.errors import NonFiniteError, UsageError
+from shardwise.core.errors import NonFiniteError, OffloadError, UsageError
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
-from shardwise.core.records import Process
+from shardwise.core.records import Adaptation, Process
 from shardwise.core.schedule import Schedule, build_schedule
 from shardwise.core.trace import Trace, assumed_trace
 from shardwise.core.tree import Tree
 from shardwise.core.unit import ROOT, Unit
 from shardwise.devices import memory, torch_private
 from shardwise.runtime import digest
-from shardwise.runtime.activations import HostRoom
+from shardwise.runtime.activations import Room
 from shardwise.runtime.agreement import Agreement
 from shardwise.runtime.backward import Backward
 from shardwise.runtime.delayed import Updates
@@ -35,7 +35,9 @@ from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.opened import Opened
 from shardwise.runtime.parameter import Face, not_gathered
 from shardwise.runtime.recast import needs_recast, recast
+from shardwise.runtime.recompute import RECOMPUTE, Recompute
 from shardwise.runtime.reducer import Reducer
+from shardwise.runtime.saved_places import OnDisk, OnHost
 from shardwise.runtime.tensors import buffer_bytes
 from shardwise.stores.disk import DiskStore
 from shardwise.telemetry.meter import Meter, Place
@@ -72,14 +74,18 @@ class Engine:
         self.lanes = lanes
         self.ledger = ledger
         self.disk = disk
+        self.read_ahead: Callable[[Plan], None] = _nothing
+        """Called when a backward begins: what its update needs may be read from disk beside it."""
         self.modules = dict(model.named_modules())
         self.device = units[0].flats[0].device
         self.meter = Meter(lanes.rank, ledger, self._look_at_process, lambda: memory.allocated_bytes(self.device))
+        self.meter.disk = disk
         self.executor = Executor(units, plan, lanes, self.meter, ledger, disk)
         self.pool = self.executor.pool
         self.reducer = Reducer(self.executor, setup.tree)
-        self.activations = HostRoom(self.executor) if plan.activations == Tier.HOST.value else None
+        self.activations = self._make_room(setup)
         self.forward = Forward(self)
+        self.recompute = Recompute(self) if plan.activations == RECOMPUTE else None
         self.backward = Backward(self)
         self.agreement = Agreement(self.executor, self.reducer, self.forward, self.backward)
         self.updates = Updates(self)
@@ -94,12 +100,23 @@ class Engine:
         self.closer: Callable[[], Any] = lanes.release
         self.opened: list[Opened] = []
         self.num_skipped_in_a_row = 0
+        self.after_step: Callable[[], None] | None = None
+        self.adaptations: list[Adaptation] = []
         self._nonfinite: dict[int, bool] = {}
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
         self._also_opened: dict[str, list[str]] = {}
         self._traces: dict[str, Trace] = {}
         self._schedules: dict[str, Schedule] = {}
+
+    def _make_room(self, setup: Setup) -> Room | None:
+        """Where saved tensors rest, if not on the device."""
+        if self.plan.activations == Tier.HOST.value:
+            return Room(self.executor, self.modules.values(), OnHost(self.ledger))
+        if self.plan.activations == Tier.DISK.value and self.disk is not None:
+            spared_bytes = setup.load_bytes if self.plan.keeps_state_on_disk else 0
+            return Room(self.executor, self.modules.values(), OnDisk(self.disk, self.device, spared_bytes))
+        return None
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -139,6 +156,19 @@ class Engine:
         self._traces[entry] = trace
         self._schedules.pop(entry, None)
 
+    def use_plan(self, plan: Plan) -> None:
+        """Go on under another plan, of which state has come to rest where it says. All ranks do so together, between steps."""
+        self.plan = self.executor.plan = plan
+        self.forward.use_plan(plan)
+        self.backward.use_plan(plan)
+        self.reducer.forget_squares()
+        self.pool.be_scarce(plan.tier(StateKind.GRAD) is Tier.DISK)
+        self._schedules.clear()
+
+    def use_disk(self, disk: DiskTier | None) -> None:
+        """Have another disk tier, or none."""
+        self.disk = self.executor.disk = self.meter.disk = disk
+
     def opened_at(self, module: str) -> list[str]:
         """Units that are gathered around the calls of a module."""
         own = [module] if module in self.executor.units else []
@@ -164,6 +194,10 @@ class Engine:
             opened.take_foreign()
             opened.store_own_part()
         self._hook_params()
+        if self.recompute is not None:
+            self.recompute.arrange()
+        if self.activations is not None:
+            self.activations.look_around()
         if self.plan.buffers != "local" and self.lanes.size > 1 and self.is_synced:
             self._sync_buffers(module)
 
@@ -258,6 +292,8 @@ class Engine:
 
     def recover(self) -> None:
         """After an exception in mid-step: bring everything to rest, and drop what was half done."""
+        if self.recompute is not None:
+            self.recompute.reset()
         self.forward.reset()
         self.backward.abandon()
         self.reducer.abandon()
@@ -288,9 +324,18 @@ class Engine:
             return state.opened
         if state.flat.is_owned_whole:
             self.updates.finish()
-            values = state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
-            return state.spec.view(values, shift=state.spec.offset)
+            self.wait_until_copied()  # Who reads them in place may write to them.
+            return state.spec.view(self._read_alone(state), shift=state.spec.offset)
         raise not_gathered(state)
+
+    def _read_alone(self, state: ParamState) -> torch.Tensor:
+        """Full values that this rank has by itself. Whoever asks for them must not go on without; and others are told."""
+        try:
+            return state.flat.read_part(state.spec.offset, state.spec.stop).to(self.device)
+        except OffloadError as error:
+            if self.disk is not None:
+                self.disk.fail(error)
+            raise
 
     def write(self, state: ParamState, values: torch.Tensor) -> None:
         """Overwrite a parameter; each rank keeps its own part, so that no collective is needed."""
@@ -304,6 +349,10 @@ class Engine:
                     target.copy_(slice_of(values, state, target))
             if state.flat.full is not None:
                 state.spec.view(state.flat.full).copy_(values)
+
+    def wait_until_copied(self) -> None:
+        """Until no save is copying values at rest: they are given to someone who may change them."""
+        self.executor.wait_until_copied()
 
     def cast(self, state: ParamState, dtype: torch.dtype) -> None:
         """Show a parameter in another dtype. Its buffer follows at the next use, when the whole model has been cast."""
@@ -380,6 +429,7 @@ class Engine:
     def before_update(self) -> bool:
         """Bring gradients to their end before an update; returns whether it may go on, the same on all ranks."""
         self.meter.move(Place.UPDATE)
+        self.executor.note_activations()
         if self.opened:
             raise UsageError("optimizer.step() cannot run inside `with shardwise.gathered(...)`. Leave the block first.")
         if self.backward.is_running:
@@ -414,18 +464,25 @@ class Engine:
         self._pinned.clear()
         if self.disk is not None and not self.updates.num_pending:
             self.disk.forget_all_ahead()
-            self.agreement.agree_on_disk()
+            if self.plan.keeps_state_on_disk:
+                self.agreement.agree_on_disk()
         self.num_updates += bool(updated) or is_delayed
         self.executor.refresh(updated)
         self.executor.trim()
         self.book_optimizer(optim_bytes)
         self.meter.commit()
+        if self.after_step is not None:
+            self.after_step()
 
     def book_optimizer(self, optim_bytes: Mapping[str, int]) -> None:
         """Note what the optimizer's state takes, by the type of the device that it is on."""
         for tier, kind in ((Tier.DEVICE, self.device.type), (Tier.HOST, "cpu")):
             if tier is Tier.DEVICE or self.device.type != "cpu":
                 self.ledger.set(Kind.OPTIM, optim_bytes.get(kind, 0), tier)
+
+
+def _nothing(plan: Plan) -> None:
+    pass
 
 
 class _TakeGrad:

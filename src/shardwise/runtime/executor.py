@@ -18,8 +18,9 @@ from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.core.schedule import Entry, Verb
 from shardwise.core.unit import Unit
-from shardwise.devices import memory, torch_private
+from shardwise.devices import torch_private
 from shardwise.devices.pool import Pool
+from shardwise.runtime.copying import Copying
 from shardwise.runtime.flat import FlatState, ParamState, lies_at
 from shardwise.runtime.offload import DiskTier
 from shardwise.runtime.parameter import bring_values, point_away, point_to
@@ -110,9 +111,13 @@ class Executor:
         self.is_reducing = False
         self.is_behind = False
         """Whether what is computed with does not have the last update yet."""
+        self.copying: Copying | None = None
+        """What a save copies of the values at rest and of the optimizer's state beside the steps."""
         self._postponed: list[str] = []
         self._foreign_bytes: int | None = None
         """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
+        self._most_bytes = 0
+        """What it had given out at most, when it was last looked at."""
         self._memory: dict[int, tuple[UnitState, FlatState]] = {}
         """To which unit a gathered buffer belongs, by the key of its storage."""
 
@@ -277,6 +282,7 @@ class Executor:
 
     def _keep_written(self, state: UnitState, written: Sequence[ParamState]) -> None:
         """What a forward has written to its own weights belongs to them: each rank keeps its own part."""
+        self.wait_until_copied()
         self.wait_until_read(state.receipts)  # Peers gather what was there before.
         with torch.no_grad():
             for param in written:
@@ -331,24 +337,38 @@ class Executor:
         return [flat for unit in self.units.values() for flat in unit.flats]
 
     def before_change(self) -> None:
-        """Values at rest are about to be changed: no peer may still be reading them, nor be about to."""
+        """Values at rest are about to be changed: no peer may still be reading them, nor be about to, and no save be copying them."""
+        self.wait_until_copied()
         self.keep(frozenset())
         if self.plan.fetches_params:
             self.drop_idle()  # Gathered ahead in a step that failed, or kept for a backward that did not come.
         offered, self._offered = self._offered, deque()
         self.wait_until_read(offered)
         if self.disk is not None:
-            self.disk.forget_all_ahead()
+            self.disk.forget_all_ahead(but=Kind.OPTIM)  # What updates need was read for them.
+
+    def wait_until_copied(self) -> None:
+        """Values at rest are about to be changed, or given to someone who may: a save may still be copying them."""
+        copying = self.copying
+        if copying is not None:
+            self.meter.hold_up(copying.wait())
+            self.copying = None
 
     def note_activations(self) -> None:
-        """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way."""
+        """Book what the allocator of an accelerator has given out beyond what is booked: activations, and gradients on their way.
+
+        Also what it had given out between the last look and this one, if that was more than ever before.
+        """
         if not self.is_lean or not self.meter.is_on:
             return
         held = self.ledger.live_on(Tier.DEVICE) - self.ledger.live(Kind.ACTIVATION)
-        others = memory.allocated_bytes(self.flats[0].device) - held
+        now, most = torch_private.allocated_bytes(self.flats[0].device)
         if self._foreign_bytes is None:
-            self._foreign_bytes = others
-        self.ledger.set(Kind.ACTIVATION, max(0, others - self._foreign_bytes))
+            self._foreign_bytes = now - held
+        elif most != self._most_bytes:
+            self.ledger.set(Kind.ACTIVATION, max(0, most - held - self._foreign_bytes))
+        self._most_bytes = most
+        self.ledger.set(Kind.ACTIVATION, max(0, now - held - self._foreign_bytes))
 
     def trim(self) -> None:
         """Free what nobody needs: also what was shared when it was released, perhaps with a collective that was just ending."""
@@ -358,6 +378,7 @@ class Executor:
         self.pool.end_step()
         if self.is_lean:
             self.ledger.set(Kind.ACTIVATION, 0)
+            self._most_bytes = torch_private.allocated_bytes(self.flats[0].device)[1]  # Of the update: none of these.
         for state in self.units.values():
             for flat in state.flats:
                 if flat.reserved is not None and not torch_private.is_shared(flat.reserved):
@@ -428,6 +449,7 @@ class Executor:
             if flat.full is not None and not flat.is_aliased and flat.line is None:
                 flat.full.copy_(flat.master)
             return Handle("copy")
+        self.wait_until_copied()  # The values at rest may be a part of the full buffer.
         self.gather_log.add(f"refresh {name}")
         state = self.units[name]
         return self.fill(flat, partial(self._find_room, state, flat), f"updated parameters of '{state.unit.label}'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Protocol
@@ -61,6 +61,10 @@ class Host(Protocol):
 
     def write(self, state: ParamState, values: torch.Tensor) -> None:
         """Overwrite a parameter with full values that every rank has."""
+        ...
+
+    def wait_until_copied(self) -> None:
+        """Until no save is copying values at rest."""
         ...
 
     def cast(self, state: ParamState, dtype: torch.dtype) -> None:
@@ -204,14 +208,21 @@ class FlatState:
 
     @contextmanager
     def part_at_hand(self, piece: Segment) -> Iterator[torch.Tensor]:
-        """A parameter's part of the owned values, to be changed."""
+        """A parameter's part of the owned values, to be changed. What the disk refuses is noted: ranks meet later."""
         if self.line is None:
             yield self.segment_view(piece)
             self.publish()
             return
-        values = self.line.get(piece.start - self.bounds[0], piece.stop - self.bounds[0])
+        values = torch.empty(piece.numel, dtype=self.line.dtype)
+        with self.attempt():
+            values = self.line.get(piece.start - self.bounds[0], piece.stop - self.bounds[0])
         yield piece.view(values, shift=piece.start)
-        self.write_part(values, piece.start)
+        with self.attempt():
+            self.write_part(values, piece.start)
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Around what reads or writes values at rest on this rank alone: what the disk refuses is noted, and left out."""
+        return nullcontext() if self.line is None else self.line.tier.attempt()
 
     def bring(self) -> None:
         """Let the owned values rest in the host's memory.
@@ -282,9 +293,14 @@ class FlatState:
 
 
 def put_on_disk(values: torch.Tensor, disk: DiskTier, name: str) -> Line:
-    """Let the owned values of a flat buffer rest on disk."""
+    """Let the owned values of a flat buffer rest on disk. What cannot be written is noted.
+
+    Raises:
+        OffloadError: There is no room for them.
+    """
     line = Line(disk, values.numel(), values.dtype, f"parameters of {name}", Kind.PARAM)
-    line.set(values.view(-1))
+    with disk.attempt():
+        line.set(values.view(-1))
     return line
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.core.ledger import Tier
+from shardwise.core.plan import Plan
 from shardwise.core.trace import Moment, Point
 from shardwise.devices import torch_private
 from shardwise.devices.flops import FlopCounter
-from shardwise.runtime.activations import OnHost
+from shardwise.runtime.activations import Saved
 from shardwise.runtime.flat import FlatState
 from shardwise.runtime.script import Script
 from shardwise.runtime.tensors import cast, tensors_in
@@ -55,9 +55,7 @@ class Forward:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._executor = engine.executor
-        self._plan = engine.plan
-        self._is_sharded = engine.plan.fetches_params
-        self._watches_saved = self._is_sharded or engine.plan.activations != Tier.DEVICE.value
+        self.use_plan(engine.plan)
         self._compute_dtype = engine.plan.dtype("param_dtype")
         self._output_dtype = engine.plan.dtype("output_dtype")
         self._frames: list[Frame] = []
@@ -71,6 +69,13 @@ class Forward:
         self.recorded: dict[str, tuple[Moment, ...]] = {}
         self.strays: tuple[str, ...] = ()
         self.last_entry = ""
+
+    def use_plan(self, plan: Plan) -> None:
+        """What calls go by from now on."""
+        self._plan = plan
+        self._is_sharded = plan.fetches_params
+        self.watches_saved = self._is_sharded or self._engine.activations is not None
+        """Whether what autograd saves is looked at."""
 
     @property
     def is_open(self) -> bool:
@@ -98,7 +103,7 @@ class Forward:
         with torch_private.outside_transforms():
             for unit in self._engine.opened_at(name):
                 self.open(unit, frame)
-        if self._watches_saved and torch.is_grad_enabled():
+        if self.watches_saved and torch.is_grad_enabled():
             self._watch_saved_tensors(frame)
             if self._is_sharded:
                 self._watch_inputs(frame, args, kwargs)
@@ -223,14 +228,14 @@ class Forward:
         """Let autograd save places instead of views, chained to hooks that are in force (only the topmost is called)."""
         top = torch_private.top_saved_tensor_hooks()
         owner = None if top is None else getattr(top[0], "__self__", None)
-        is_ours = isinstance(owner, _Chain) and owner.engine is self._engine
+        is_ours = isinstance(owner, Chain) and owner.engine is self._engine
         if is_ours:
             return
         if not torch_private.saved_tensor_hooks_allowed():
             for unit in frame.opened:  # What is saved now are views: their memory must stay.
                 self._engine.pin(unit)
             return
-        chain = _Chain(self._engine, top)
+        chain = Chain(self._engine, top)
         torch_private.push_saved_tensor_hooks(chain.pack, chain.unpack)
         frame.num_pushed += 1
 
@@ -269,27 +274,31 @@ class OnGrads:
             self._callback()
 
 
-class _Chain:
+class Chain:
     """Saved-tensor hooks of one engine over those that were in force before."""
 
     def __init__(self, engine: Engine, covered: tuple[Any, Any] | None) -> None:
         self.engine = engine
-        self._covered = covered
+        self.covered = covered
+        self._find = engine.executor.find
         self._room = engine.activations
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save a place for a view of a gathered buffer; anything else as before."""
-        hit = self.engine.executor.find(tensor)
+        hit = self._find(tensor)
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
-                form = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-                return Packed(flat, unit.unit.name, *form, tensor._version)
+                return Packed(
+                    flat, unit.unit.name, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor._version
+                )
             self.engine.pin(unit.unit.name)
-        if self._covered is not None:
-            return (self._covered[0](tensor),)
-        if self._room is not None and self._room.takes(tensor):
-            return self._room.put(tensor)
+        if self.covered is not None:
+            return (self.covered[0](tensor),)
+        if self._room is not None and hit is None:
+            away = self._room.put(tensor)
+            if away is not None:
+                return away
         # Detached, since an operation's output that it saves itself would hold the operation; with its version, since autograd
         # leaves the check for later writes to those who pack.
         return tensor.detach(), tensor._version
@@ -298,10 +307,10 @@ class _Chain:
         """The view again, of wherever the unit is gathered now."""
         if isinstance(saved, Packed):
             return self.engine.backward.restore(saved)
-        if isinstance(saved, OnHost):
-            return saved.bring()
-        if self._covered is not None:
-            return self._covered[1](saved[0])  # type: ignore[no-any-return]
+        if isinstance(saved, Saved) and self._room is not None:
+            return self._room.bring(saved)
+        if self.covered is not None:
+            return self.covered[1](saved[0])  # type: ignore[no-any-return]
         values, version = saved
         if values._version != version:
             raise RuntimeError(

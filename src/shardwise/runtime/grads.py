@@ -374,6 +374,8 @@ def _note_handed_out(param: object) -> None:
     state = state_of(param)
     if state is not None:
         state.is_handed_out = True
+        if state.flat.is_aliased:
+            state.host.wait_until_copied()
 
 
 _DERIVED: dict[tuple[type, type], type] = {}

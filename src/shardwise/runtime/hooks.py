@@ -10,21 +10,21 @@ if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
 
 
-class _Hook:
+class Hook:
     """A hook of one engine on one module."""
 
     def __init__(self, engine: Engine | None, name: str) -> None:
         self._engine = engine
         self._name = name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return type(self)(None, self._name)
 
     def __reduce__(self) -> Any:
         return type(self), (None, self._name)
 
 
-class PreForward(_Hook):
+class PreForward(Hook):
     """Before a module's forward."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -34,7 +34,7 @@ class PreForward(_Hook):
         return self._engine.forward.enter(self._name, module, args, kwargs)
 
 
-class PostForward(_Hook):
+class PostForward(Hook):
     """After a module's forward, also when it raised."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

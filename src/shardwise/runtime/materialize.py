@@ -87,7 +87,8 @@ def materialize(
                 if spec is not None:
                     if spec.name in on_disk:
                         line, at, edges = on_disk[spec.name]
-                        line.set(_cut(param, spec, edges), at)
+                        with line.tier.attempt():
+                            line.set(_cut(param, spec, edges), at)
                     else:
                         part = _cut(param, spec, bounds[spec.name])
                         initial.parts[spec.name] = part.cpu() if spec.name in away else part

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
-from threading import RLock
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock, local
 
 import torch
 
 from shardwise.core.errors import OffloadError, UsageError
+from shardwise.core.footprint import LOADS_AT_ONCE  # At work, read ahead, written behind.
 from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.devices.malloc import release_unused
 from shardwise.stores.disk import DiskStore
@@ -20,12 +22,25 @@ from shardwise.stores.ranges import BLOCK_BYTES, round_up
 from shardwise.stores.staging import Staging, StagingReport
 from shardwise.stores.store import Slot, Ticket
 
-LOADS_AT_ONCE = 3
-"""Loads of the largest size that staging has room for, unless the plan says otherwise: at work, read ahead, written behind."""
-
-
 _MOST_IDLE_BYTES = 16 * 2**20
 """What goes to disk from memory of its own, before such memory is given back to the system."""
+
+
+_THREAD = local()
+
+
+@contextmanager
+def beside_the_loop() -> Iterator[None]:
+    """Around what a thread does beside the loop: what it waits for, the loop does not."""
+    _THREAD.is_beside = True
+    try:
+        yield
+    finally:
+        _THREAD.is_beside = False
+
+
+def _is_beside() -> bool:
+    return getattr(_THREAD, "is_beside", False)
 
 
 class Line:
@@ -52,7 +67,7 @@ class Line:
             OffloadError: They cannot be read.
         """
         values = torch.empty((self.numel if stop is None else stop) - start, dtype=self.dtype)
-        self.read(values, start).wait()
+        self.tier.wait_for([self.read(values, start)])
         return values
 
     def set(self, values: torch.Tensor, start: int = 0) -> None:
@@ -61,7 +76,7 @@ class Line:
         Raises:
             OffloadError: They cannot be written.
         """
-        self.write(values.detach().to("cpu", self.dtype).contiguous(), start).wait()
+        self.tier.wait_for([self.write(values.detach().to("cpu", self.dtype).contiguous(), start)])
         self.tier.give_back(values.nbytes)
 
     def read(self, target: torch.Tensor, start: int = 0) -> Ticket:
@@ -110,12 +125,11 @@ class Load:
             OffloadError: One could not be read. The load is given back then.
         """
         tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.join()
-        error = next((ticket.error for ticket in tickets if ticket.error is not None), None)
-        if error is not None:
+        try:
+            self._tier.wait_for(tickets)
+        except OffloadError:
             self.drop()
-            raise error
+            raise
 
     def write(self, lines: Sequence[Line]) -> None:
         """Begin to put some of the lines back, and let the memory go when that is done."""
@@ -130,8 +144,7 @@ class Load:
 
     def drop(self) -> None:
         """Nobody needs the numbers: let the memory go."""
-        for ticket in self._tickets:
-            ticket.join()
+        self._tier.join(self._tickets)
         self._views.clear()
         self._tier.staging.give(self._buffer)
 
@@ -163,8 +176,30 @@ class DiskTier:
         self._aheads: dict[tuple[int, ...], Load] = {}
         self._writes: list[Ticket] = []
         self._idle_bytes = 0
+        self._joined_seconds = 0.0
         self._lock = RLock()  # An update that runs beside a step writes, while the step looks at what was written.
         self.staging = self._make_staging(staging_bytes or LOADS_AT_ONCE * least_bytes)
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the loop has waited for what is read, for what is written, and for memory to come back from it."""
+        return self._joined_seconds + self.staging.wait_seconds
+
+    def join(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until all have ended, well or not."""
+        seconds = sum(ticket.join() for ticket in tickets)
+        self._joined_seconds += 0.0 if _is_beside() else seconds
+
+    def wait_for(self, tickets: Sequence[Ticket]) -> None:
+        """Wait until all have ended.
+
+        Raises:
+            OffloadError: One has failed.
+        """
+        self.join(tickets)
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
 
     def _make_staging(self, budget_bytes: int) -> Staging:
         return Staging(max(budget_bytes, BLOCK_BYTES), on_change=self._book_staging)
@@ -194,16 +229,17 @@ class DiskTier:
 
     # Loads
 
-    def ahead(self, lines: Sequence[Line]) -> None:
-        """Begin to bring lines that will be loaded soon, if there is room."""
+    def ahead(self, lines: Sequence[Line]) -> bool:
+        """Begin to bring lines that will be loaded soon; returns whether there was room."""
         key = tuple(map(id, lines))
         if not lines or key in self._aheads or self.failure is not None:
-            return
+            return True
         buffer = self.staging.take_at_once(_room_bytes(lines))
-        if buffer is not None:
-            load = Load(self, lines, buffer)
-            load.read()
-            self._aheads[key] = load
+        if buffer is None:
+            return False
+        load = self._aheads[key] = Load(self, lines, buffer)
+        load.read()
+        return True
 
     def load(self, lines: Sequence[Line]) -> Load:
         """Bring lines, and wait until they are here.
@@ -223,10 +259,14 @@ class DiskTier:
         num_bytes = _room_bytes(lines)
         if num_bytes > self.staging.budget_bytes and self._is_elastic:
             self.settle()
+            self._joined_seconds += self.staging.wait_seconds
             self.staging = self._make_staging(LOADS_AT_ONCE * num_bytes)
         while True:
+            waited_seconds = self.staging.wait_seconds
             try:
-                return Load(self, lines, self.staging.take(num_bytes))
+                buffer = self.staging.take(num_bytes)
+                self._joined_seconds -= self.staging.wait_seconds - waited_seconds if _is_beside() else 0.0
+                return Load(self, lines, buffer)
             except UsageError as error:
                 if not self._aheads:
                     raise OffloadError(f"{error} It is the plan's staging_bytes.") from error
@@ -237,10 +277,12 @@ class DiskTier:
         for key in [key for key in self._aheads if id(line) in key]:
             self._aheads.pop(key).drop()
 
-    def forget_all_ahead(self) -> None:
-        """Let go of all that was read ahead."""
-        while self._aheads:
-            self._aheads.popitem()[1].drop()
+    def forget_all_ahead(self, *, but: Kind | None = None) -> None:
+        """Let go of all that was read ahead, but for loads in which a kind of state is."""
+        for key, load in list(self._aheads.items()):
+            if all(line.kind is not but for line in load.lines):
+                del self._aheads[key]
+                load.drop()
 
     # Errors
 
@@ -248,6 +290,14 @@ class DiskTier:
         """Note what went wrong: ranks tell each other when they next meet."""
         if self.failure is None:
             self.failure = str(error)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Leave the rest of a block out where the disk refuses, and note it: an error raised at once would leave peers waiting."""
+        try:
+            yield
+        except OffloadError as error:
+            self.fail(error)
 
     def forgive(self) -> None:
         """All state is about to be loaded anew."""
@@ -283,8 +333,7 @@ class DiskTier:
     def settle(self) -> None:
         """Wait until nothing is under way."""
         self.forget_all_ahead()
-        for ticket in self._writes:
-            ticket.join()
+        self.join(self._writes)
         self.check_writes()
         self.sweep()
 

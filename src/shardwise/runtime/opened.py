@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.core.errors import OffloadError, UsageError
+from shardwise.core.errors import UsageError
 from shardwise.core.ledger import Kind
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.flat import FlatState, ParamState, carry_attributes, lies_at, piece_shape
@@ -37,23 +37,20 @@ class Opened:
     def _gather_values(self) -> torch.Tensor:
         flat = self.flat
         if flat.is_aliased and flat.full is not None:
+            self._executor.wait_until_copied()
             return flat.full
         if not self._is_borrowed:
+            self._executor.wait_until_copied()
             return flat.master
         values = self._executor.pool.take(flat.layout.numel, flat.precision.master, flat.device, Kind.GATHERED)
-        try:
-            values[slice(*flat.bounds)] = flat.read_part(*flat.bounds)
-        except OffloadError as error:
-            # Peers wait for them, and are told when all are open.
-            self._note(error)
-            values[slice(*flat.bounds)] = flat.master
+        own = values[slice(*flat.bounds)]
+        if flat.line is not None:
+            own.copy_(flat.master)  # The form, of what cannot be read: peers wait for it, and are told when all are open.
+        with flat.attempt():
+            own.copy_(flat.read_part(*flat.bounds))
         if not flat.is_owned_whole:
             self._gather(values, "values")
         return values
-
-    def _note(self, error: OffloadError) -> None:
-        if self._executor.disk is not None:
-            self._executor.disk.fail(error)
 
     def _gather_grads(self) -> torch.Tensor | None:
         """Full reduced gradients in the dtype of the parameters, or None if there are none."""
@@ -112,10 +109,8 @@ class Opened:
         self._executor.before_change()
         with torch.no_grad():
             if self._is_borrowed and (flat.line is None or flat.line.tier.failure is None):
-                try:
+                with flat.attempt():
                     flat.write_part(self.values[slice(*flat.bounds)], flat.bounds[0])
-                except OffloadError as error:
-                    self._note(error)
             if flat.full is not None and not flat.is_aliased:
                 flat.full.copy_(self.values)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim import Optimizer
@@ -17,11 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.core.errors import PlanError
 from shardwise.core.footprint import ADAM_STATES
+from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
 from shardwise.devices import torch_private
 from shardwise.runtime.double import Update, is_double
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.flat import ParamState, slice_of, state_of
+from shardwise.runtime.flat import FlatState, ParamState, slice_of, state_of
 from shardwise.runtime.grads import GradFace
 from shardwise.runtime.state_lines import StateLines, is_form
 from shardwise.runtime.turns import GroupsByTurn, OptimizerState, is_apart, is_at_hand, turns_of
@@ -138,10 +139,23 @@ def states_of(optimizer: Optimizer) -> list[ParamState]:
     return [state for state in found if state is not None]
 
 
+def optimizers_of(engine: Engine) -> list[Optimizer]:
+    """All optimizers that are known to train parameters of a model, with segments in their groups."""
+    found = [each for each in list(_BINDINGS) if any(state.host is engine for state in states_of(each))]
+    for optimizer in found:
+        _give_groups_back(optimizer, _BINDINGS[optimizer])  # A step that failed has left them.
+        adopt(optimizer)  # Groups may have been added since the last step.
+    return found
+
+
 def engines_of(states: Iterable[ParamState]) -> list[Engine]:
     """The engines of the models that parameters belong to."""
     hosts = {id(state.host): state.host for state in states}
     return [host for host in hosts.values() if isinstance(host, Engine)]
+
+
+def _flats_of(states: Iterable[ParamState]) -> list[FlatState]:
+    return list({id(state.flat): state.flat for state in states}.values())
 
 
 def _before_step(
@@ -158,7 +172,7 @@ def _before_step(
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _prepare(optimizer, binding)
-        if binding.is_delayed or any(not is_at_hand(state.flat) for state in states_of(optimizer)):
+        if _away(states_of(optimizer), binding):
             _hook_around(optimizer, binding)
         return None
     binding.is_stepping = False  # Until the closure has made gradients.
@@ -197,9 +211,10 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
     binding.is_delayed = may_step and all(engine.updates.is_due for engine in engines)
     binding.update = None
     binding.touched = [state for state in states if may_step and isinstance(state.segment.grad, GradFace)]
+    away = _away(states, binding)
     for state in states:
         held = state.segment.grad
-        if not isinstance(held, GradFace) or (may_step and not _is_at_hand(state, binding)):
+        if not isinstance(held, GradFace) or (may_step and state.flat in away):
             continue
         binding.faces.append((state, held))
         # A parameter without elements is updated everywhere, as by plain torch; one whose elements others own is not.
@@ -208,9 +223,9 @@ def _prepare(optimizer: Optimizer, binding: Binding) -> None:
         state.segment.grad = None if plain is None else plain.view_as(state.segment)
 
 
-def _is_at_hand(state: ParamState, binding: Binding) -> bool:
-    """Whether the optimizer's own step updates a parameter as it is."""
-    return is_at_hand(state.flat) and not (binding.is_delayed and is_apart(state.flat))
+def _away(states: Iterable[ParamState], binding: Binding) -> set[FlatState]:
+    """Buffers that the optimizer's own step does not update as they are."""
+    return {flat for flat in _flats_of(states) if not is_at_hand(flat) or (binding.is_delayed and is_apart(flat))}
 
 
 def _restore(binding: Binding) -> None:
@@ -232,7 +247,7 @@ def _hook_around(optimizer: Optimizer, binding: Binding) -> None:
 
 def _take_turns(optimizer: Optimizer, binding: Binding) -> None:
     states = states_of(optimizer)
-    if not binding.is_stepping or binding.groups is not None or all(_is_at_hand(state, binding) for state in states):
+    if not binding.is_stepping or binding.groups is not None or not _away(states, binding):
         return
     binding.groups = optimizer.param_groups
     known = {id(state.segment) for state in states}
@@ -265,19 +280,47 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         engine.spent_grads.update(id(state) for state in mine)
         is_delayed = update is not None and bool(mine)
         engine.after_update([name for name in engine.executor.units if name in units], optim_bytes, is_delayed=is_delayed)
+        _read_ahead_of_next(optimizer, engine)
     if update is not None and update.flats:
+        for engine in engines:
+            engine.executor.wait_until_copied()  # A hook of the user's may have begun a save since the gradients were looked at.
         for engine in engines:
             engine.updates.begin(update, engines[0].updates)
 
 
+def _read_ahead_of_next(optimizer: Optimizer, engine: Engine) -> None:
+    """Let the next backward have its update's first turns read from disk beside it, as far as there is room.
+
+    Where anything else is on disk as well, the backward needs the room itself.
+    """
+    if engine.disk is None:
+        return
+    held = ref(optimizer)
+
+    def read(plan: Plan) -> None:
+        optimizer = held()
+        places = (plan.tier(StateKind.GRAD).value, plan.tier(StateKind.PARAM).value, plan.activations)
+        if optimizer is None or Tier.DISK.value in places:
+            return
+        for turn in turns_of(states_of(optimizer), OptimizerState(optimizer.state, lines_of(optimizer))):
+            if not turn.ahead_of_grads():
+                break
+
+    engine.read_ahead = read
+
+
 def state_bytes(optimizer: Optimizer) -> Counter[str]:
     """Bytes of an optimizer's state tensors on this rank, by the type of the device that they are on."""
-    found: Counter[str] = Counter()
+    by_device: dict[torch.device, int] = {}
+    has_forms = not lines_of(optimizer).is_empty
     for values in optimizer.state.values():
         for value in list(values.values()):  # An update may add to them meanwhile.
             # Counters of steps are on the host wherever the state is. Lines on disk are booked where they are made.
-            if isinstance(value, torch.Tensor) and not is_form(value):
-                found[value.device.type] += value.numel() * value.element_size()
+            if isinstance(value, torch.Tensor) and not (has_forms and is_form(value)):
+                by_device[value.device] = by_device.get(value.device, 0) + value.nbytes
+    found: Counter[str] = Counter()
+    for device, num_bytes in by_device.items():
+        found[device.type] += num_bytes
     return found
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.core.errors import NotGatheredError, ShardwiseError, UsageError
 from shardwise.devices import torch_private
 from shardwise.runtime.flat import FlatState, ParamState, Standing, nothing_of, state_of
-from shardwise.runtime.grads import RAW_DATA, Live, assign_grad, derive, make_live, visible_grad
+from shardwise.runtime.grads import RAW_DATA, Live, assign_grad, derive, visible_grad
 
 # fmt: off
 _FORM_ATTRIBUTES = [
@@ -215,7 +215,7 @@ def point_away(flat: FlatState) -> None:
 
 def bring_values(state: ParamState, buffer: torch.Tensor) -> None:
     """Make the user's own parameter a view of a gathered buffer."""
-    make_live(state.compute)
+    derive(state.compute, Live)
     RAW_DATA.__set__(state.compute, state.spec.view(buffer))
 
 

@@ -66,7 +66,9 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
     flat.spec = replace(flat.spec, dtype=dtype, params=params)
     flat.precision = Precision.of(flat.spec, plan)
     if flat.shard is not None:
-        flat.shard = flat.read_part(*flat.bounds).to(flat.precision.compute).to(flat.device)
+        flat.shard = flat.shard.to(flat.precision.compute)
+        with flat.attempt():
+            flat.shard = flat.read_part(*flat.bounds).to(flat.shard.device, flat.precision.compute, copy=True)
     if flat.full is not None and not flat.is_aliased:
         flat.full = flat.full.to(flat.precision.compute)
     for state, spec in zip(flat.params, params, strict=True):
@@ -85,9 +87,14 @@ def _rebuild(flat: FlatState, dtype: torch.dtype, plan: Plan) -> None:
 
 
 def _recast_master(flat: FlatState, dtype: torch.dtype) -> None:
-    values = flat.read_part(*flat.bounds).to(dtype)
     if flat.line is None:
-        flat.master = values
-    else:
-        flat.line = put_on_disk(values, flat.line.tier, flat.spec.name)
-        flat.master = nothing_of((flat.line.numel,), dtype, HOST)
+        flat.master = flat.master.to(dtype)
+        return
+    disk, form = flat.line.tier, nothing_of((flat.line.numel,), dtype, HOST)
+    values = form.clone()
+    with disk.attempt():
+        values = flat.read_part(*flat.bounds).to(dtype)
+    flat.line, flat.master = None, values  # Where there is no room for them any more, they stay in memory.
+    with disk.attempt():
+        flat.line = put_on_disk(values, disk, flat.spec.name)
+        flat.master = form

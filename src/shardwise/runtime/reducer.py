@@ -271,6 +271,10 @@ class Reducer:
                 self._squares[each] = torch.empty(num_blocks if each.rest.grad is Tier.DISK else 0, dtype=dtype)
         return self._squares[flat]
 
+    def forget_squares(self) -> None:
+        """Gradients come to rest elsewhere from now on."""
+        self._squares.clear()
+
     def _is_kept_whole(self, item: _InFlight) -> bool:
         """Whether the local buffer goes on as that of the reduced gradients: not where peers may read it when it goes to disk."""
         kind = StateKind.OPTIM if item.flat.rest.grad is Tier.DISK else StateKind.GRAD

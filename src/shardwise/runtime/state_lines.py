@@ -43,6 +43,11 @@ class StateLines:
     def __init__(self) -> None:
         self._lines: WeakKeyDictionary[FlatState, dict[_Key, Line]] = WeakKeyDictionary()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing rests on disk."""
+        return not self._lines
+
     def of(self, flat: FlatState) -> list[Line]:
         """The lines of a flat buffer, in one order."""
         return list(self._lines.get(flat, {}).values())
@@ -100,6 +105,19 @@ class StateLines:
                 values = self.read(key, value, state, state.piece.start, state.piece.stop)
                 found[key] = state.piece.view(values, shift=state.piece.start)
         return found
+
+    def write(self, key: str, value: torch.Tensor, state: ParamState) -> torch.Tensor:
+        """Put a tensor of a segment's form on disk, and wait for it. Returns one that has the form alone.
+
+        Raises:
+            OffloadError: It cannot be written.
+        """
+        self._line(key, value, state).set(line_of(value, state), state.piece.start - state.flat.bounds[0])
+        return nothing_of(piece_shape(state.piece), value.dtype, HOST).detach()
+
+    def drop(self, flat: FlatState) -> None:
+        """Nobody needs the lines of a buffer any more."""
+        self._lines.pop(flat, None)
 
     def _line(self, key: str, value: torch.Tensor, state: ParamState) -> Line:
         lines = self._lines.setdefault(state.flat, {})

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.core.errors import OffloadError
 from shardwise.core.ledger import Kind, Tier
+from shardwise.devices.pool import Pool
 from shardwise.runtime.flat import FlatState, ParamState
 from shardwise.runtime.grad_buffer import GradBuffer
 from shardwise.runtime.grads import GradFace
@@ -50,17 +51,34 @@ class Turn:
         self._flats = list({id(state.flat): state.flat for state in states}.values())
         self._load: Load | None = None
         self._fetched: list[tuple[FlatState, torch.Tensor]] = []
+        self._grads: dict[int, torch.Tensor] = {}
+        """Owned gradients where the optimizer works, by the identity of the buffer that they are from."""
+        self._rooms: list[torch.Tensor] = []
+        """Memory of the pool that gradients were copied into."""
         self._faces: list[tuple[ParamState, GradFace]] = []
         self._is_begun = False
 
     @property
+    def _pool(self) -> Pool:
+        return self.states[0].host.pool
+
+    @property
     def _disk(self) -> DiskTier | None:
-        return None if self._held is None else self.states[0].host.disk
+        """Where some of the state is, if it is: a disk for activations alone may fail a step beside which this is updated."""
+        is_on_disk = self._held is not None and any(Tier.DISK in vars(flat.rest).values() for flat in self._flats)
+        return self.states[0].host.disk if is_on_disk else None
 
     def ahead(self) -> None:
         """Begin to read what is on disk: this turn is the next."""
         if self._disk is not None:
             self._disk.ahead(self._lines())
+
+    def ahead_of_grads(self) -> bool:
+        """Begin to read what is on disk before there are gradients; returns whether there was room."""
+        if self._disk is None or self._held is None:
+            return True
+        lines = [flat.line for flat in self._flats if flat.line is not None]
+        return self._disk.ahead(lines + [line for flat in self._flats for line in self._held.lines.of(flat)])
 
     def begin(self) -> None:
         """Bring values and gradients to where the optimizer works. Where they cannot be read, nothing is updated."""
@@ -74,12 +92,11 @@ class Turn:
         if self._held is not None:
             for flat in self._flats:
                 self._fetch_values(flat)
-        brought: dict[int, torch.Tensor] = {}
         for state in self.states:
             held = state.segment.grad
             if isinstance(held, GradFace):
                 self._faces.append((state, held))
-                plain = _plain_grad(state, held, brought, self._load)
+                plain = self._plain_grad(state, held)
                 state.segment.grad = None if plain is None else plain.view_as(state.segment)
         self._is_begun = True
 
@@ -118,7 +135,7 @@ class Turn:
         else:
             source = flat.master
         if source.device != flat.update_device:
-            values = flat.params[0].host.pool.take(source.numel(), source.dtype, flat.update_device, Kind.MASTER)
+            values = self._pool.take(source.numel(), source.dtype, flat.update_device, Kind.MASTER)
             self._fetched.append((flat, values))
             values.copy_(source)
         elif flat.line is not None:
@@ -131,6 +148,30 @@ class Turn:
     def _states_in(self, flat: FlatState) -> list[ParamState]:
         return [state for state in self.states if state.flat is flat]
 
+    def _plain_grad(self, state: ParamState, face: GradFace) -> torch.Tensor | None:
+        """This rank's part of a gradient, where the optimizer works: one copy for all of a buffer."""
+        if face.buffer is None or not _is_here(state):
+            return None
+        low = state.flat.bounds[0]
+        values = state.piece.view(self._owned_grads(state.flat, face.buffer), shift=low).to(state.spec.dtype)
+        return values if face.factor is None else values * face.factor.to(values.device)
+
+    def _owned_grads(self, flat: FlatState, buffer: GradBuffer) -> torch.Tensor:
+        if id(buffer) in self._grads:
+            return self._grads[id(buffer)]
+        low, high = flat.bounds
+        if self._load is not None and buffer.line is not None and buffer.line in self._load.lines:
+            values = self._load.view(buffer.line)
+            buffer.catch_up(values, buffer.start)
+            owned = values[low - buffer.start : high - buffer.start]
+        else:
+            owned = buffer.read(low, high)
+        if owned.device != flat.update_device:
+            self._rooms.append(self._pool.take(owned.numel(), owned.dtype, flat.update_device, Kind.GRAD))
+            owned = self._rooms[-1].copy_(owned)
+        self._grads[id(buffer)] = owned
+        return owned
+
     def end(self) -> None:
         """Put back what was changed, and let the device have it."""
         for state, face in self._faces:
@@ -138,6 +179,9 @@ class Turn:
             if state.segment.grad is not None or not _is_here(state) or not self._is_begun:
                 state.segment.grad = face
         self._faces.clear()
+        self._grads.clear()
+        while self._rooms:
+            self._pool.give(self._rooms.pop(), Kind.GRAD)
         load, self._load = self._load, None
         while self._fetched:
             flat, values = self._fetched.pop()
@@ -145,7 +189,7 @@ class Turn:
                 (flat.master if load is None or flat.line is None else load.view(flat.line)).copy_(values)
             for state in self._states_in(flat):
                 state.segment.data = flat.resting_segment(state.piece)
-            flat.params[0].host.pool.give(values, Kind.MASTER)
+            self._pool.give(values, Kind.MASTER)
         for flat in self._flats:
             if flat.line is None:
                 self._publish(flat, None)
@@ -175,24 +219,6 @@ class Turn:
 def _is_here(state: ParamState) -> bool:
     """A parameter without elements is updated everywhere, as by plain torch; one whose elements others own is not."""
     return state.piece.numel > 0 or state.spec.numel == 0
-
-
-def _plain_grad(state: ParamState, face: GradFace, brought: dict[int, torch.Tensor], load: Load | None) -> torch.Tensor | None:
-    """This rank's part of a gradient, where the optimizer works: one copy for all of a buffer."""
-    if face.buffer is None or not _is_here(state):
-        return None
-    buffer: GradBuffer = face.buffer
-    low, high = state.flat.bounds
-    if id(buffer) not in brought:
-        if load is not None and buffer.line is not None and buffer.line in load.lines:
-            values = load.view(buffer.line)
-            buffer.catch_up(values, buffer.start)
-            owned = values[low - buffer.start : high - buffer.start]
-        else:
-            owned = buffer.read(low, high)
-        brought[id(buffer)] = owned.to(state.flat.update_device)
-    values = state.piece.view(brought[id(buffer)], shift=low).to(state.spec.dtype)
-    return values if face.factor is None else values * face.factor.to(values.device)
 
 
 class GroupsByTurn(list[dict[str, Any]]):

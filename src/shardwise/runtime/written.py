@@ -28,6 +28,12 @@ def keep_written(state: ParamState, *, is_behind: bool = False) -> None:
         return
     if is_behind and flat.shard is None:
         _refuse(state)
+    with flat.attempt():
+        _keep_changed(state, is_behind=is_behind)
+
+
+def _keep_changed(state: ParamState, *, is_behind: bool) -> None:
+    flat = state.flat
     # A copy that is computed with may lag behind the values at rest, but is not written to.
     held = flat.read_part(state.piece.start, state.piece.stop) if flat.shard is None else _part_of(flat.shard, state)
     before = state.piece.view(held, shift=state.piece.start)

@@ -29,16 +29,17 @@ class DiskStore:
         num_workers: Threads that read and write: so many pieces are on their way at once. Each needs 1 MiB of its own for
             memory that is not lined up with the file.
         direct: Whether bytes go past the page cache, where the file system allows it.
+        is_passing: Whether the folder, if it is made here, goes with the last file in it.
 
     Raises:
         OffloadError: No file can be made there.
     """
 
-    def __init__(self, folder: Path, *, name: str, num_workers: int = 2, direct: bool = True) -> None:
+    def __init__(self, folder: Path, *, name: str, num_workers: int = 2, direct: bool = True, is_passing: bool = False) -> None:
         check_name(name)
         if num_workers < 1:
             raise UsageError(f"A store needs at least one worker but num_workers is {num_workers}.")
-        self._file = DiskFile(folder, name, direct=direct)
+        self._file = DiskFile(folder, name, direct=direct, is_passing=is_passing)
         self._workers = Workers(self._file)
         self._close = weakref.finalize(self, self._workers.close)  # Called at exit, too.
         self._lock = threading.Lock()

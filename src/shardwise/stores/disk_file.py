@@ -22,7 +22,7 @@ from shardwise.stores.direct_io import (
     write_buffered,
     write_directly,
 )
-from shardwise.stores.leftovers import make_file, make_folder
+from shardwise.stores.leftovers import make_file, make_folder, remove_folder
 
 _REMEDIES = {
     errno.ENOSPC: "Make room, or let the folder for offload be on another disk.",
@@ -30,6 +30,7 @@ _REMEDIES = {
     errno.EFBIG: "Files may not grow so large here: look at `ulimit -f`, or let the folder for offload be on another disk.",
     errno.EIO: "The disk has failed: the system's log says more. Let the folder for offload be on another disk.",
 }
+_MOST_TRIES = 100
 _NEEDS_FOLDER = "Offload needs a folder on this machine in which this user may make files."
 
 
@@ -45,12 +46,12 @@ class _Life(Enum):
 class DiskFile:
     """A file that is there as long as its process, which alone reads and writes it."""
 
-    def __init__(self, folder: Path, name: str, *, direct: bool) -> None:
+    def __init__(self, folder: Path, name: str, *, direct: bool, is_passing: bool = False) -> None:
         folder = Path(os.path.abspath(folder))
         self.path = folder
+        self._is_passing = is_passing
         try:
-            make_folder(folder)
-            self.path, self._file = make_file(folder, name)
+            self.path, self._file = self._make(folder, name)
         except OSError as error:
             raise _explained(error, f"{folder}: no file for offload could be made", _NEEDS_FOLDER) from error
         self._life = _Life.OPEN
@@ -58,6 +59,14 @@ class DiskFile:
         self._direct = _open_directly(self.path) if direct else None
         self.num_bytes = 0
         _OPEN_FILES.add(self)
+
+    def _make(self, folder: Path, name: str) -> tuple[Path, int]:
+        for _ in range(_MOST_TRIES if self._is_passing else 0):
+            make_folder(folder, is_passing=True)
+            with suppress(FileNotFoundError):  # Another process has just removed the folder with its own file.
+                return make_file(folder, name)
+        make_folder(folder)
+        return make_file(folder, name)
 
     @property
     def is_direct(self) -> bool:
@@ -163,6 +172,8 @@ class DiskFile:
         with suppress(OSError):
             if os.path.samestat(os.lstat(self.path), self._facts):
                 os.unlink(self.path)
+                if self._is_passing:
+                    remove_folder(self.path.parent)
         self._close()
 
     def leave_to_parent(self) -> None:

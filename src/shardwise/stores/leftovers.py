@@ -20,6 +20,8 @@ from shardwise.devices.files import alone_in
 _PATTERN = re.compile(r"shardwise-offload-.+-[0-9]+-[0-9a-f]{16}\.bin")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What file systems without locks say. There, nothing that was left is ever removed."""
+_MARK = ".made-for-offload"
+"""In a folder that goes with the last file in it: one that somebody else has made stays."""
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -29,16 +31,36 @@ def check_name(name: str) -> None:
         raise UsageError(f"A store's name is made of letters, digits, '.', '_' and '-', 100 at most, but got {name!r}.")
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder, for this user alone, unless it is there."""
+def make_folder(folder: Path, *, is_passing: bool = False) -> None:
+    """Make a folder, for this user alone, unless it is there.
+
+    Args:
+        is_passing: Whether `remove_folder` may remove it, if it is made here.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        if not folder.is_dir():
+        try:
+            is_folder = stat.S_ISDIR(folder.stat().st_mode)
+        except FileNotFoundError:
+            if not folder.is_symlink():
+                return make_folder(folder, is_passing=is_passing)  # Somebody has just removed it.
+            is_folder = False
+        if not is_folder:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     else:
         folder.chmod(0o700)  # Whatever the umask.
+        if is_passing:
+            (folder / _MARK).touch(mode=0o600)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that was made to pass, unless anything is in it."""
+    with suppress(OSError), alone_in(folder):
+        if os.listdir(folder) == [_MARK]:
+            (folder / _MARK).unlink()
+            folder.rmdir()
 
 
 def make_file(folder: Path, name: str) -> tuple[Path, int]:

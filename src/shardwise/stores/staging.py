@@ -81,7 +81,8 @@ class Staging:
         self._promises: list[_Promise] = []
         self._on_change = on_change
         self._peak_bytes = self._touched_bytes = 0
-        self._wait_seconds = 0.0
+        self.wait_seconds = 0.0
+        """How long requests waited for buffers to come back."""
         # While a request waits, it keeps the lock: what it waits for is done by threads that never come here.
         self._lock = RLock()
 
@@ -106,7 +107,7 @@ class Staging:
                 slack_bytes,
                 largest_bytes,
                 self._touched_bytes,
-                self._wait_seconds,
+                self.wait_seconds,
             )
 
     def take(self, num_bytes: int) -> torch.Tensor:
@@ -155,7 +156,7 @@ class Staging:
                 f"Raise the budget to {self.budget_bytes + room_bytes} bytes, or give buffers back first."
             )
         # Those that failed come back as well: whoever holds the ticket, or reads what was written, is told.
-        self._wait_seconds += sum(ticket.join() for ticket in self._promises[0].tickets)
+        self.wait_seconds += sum(ticket.join() for ticket in self._promises[0].tickets)
         self._collect()
 
     def give(self, buffer: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import UsageError
-from shardwise.core.records import SCHEMA, Header, StepRecord, StepTrace
+from shardwise.core.records import SCHEMA, Adaptation, Header, StepRecord, StepTrace
 from shardwise.telemetry.leaks import Leak
 
 HEADER, STEP, TRACE, NOTE = "header", "step", "trace", "note"
@@ -96,6 +96,7 @@ class RankLog:
     traces: list[StepTrace] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
     leaks: list[Leak] = field(default_factory=list)
+    adaptations: list[Adaptation] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -137,6 +138,8 @@ def _take(log: RankLog, number: int, line: bytes, *, is_last: bool) -> None:
             log.notes.append(values)
             if "leak" in values:
                 log.leaks.append(Leak.from_dict(values["leak"]))
+            if "adaptation" in values:
+                log.adaptations.append(Adaptation.from_dict(values["adaptation"]))
     except UsageError:
         raise
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
+from shardwise.core.ledger import MAPPED
 from shardwise.core.records import StepRecord, plain_fields
 from shardwise.core.sizes import format_bytes
 
@@ -177,5 +178,5 @@ class LeakWatch:
         for each in record.held:
             yield f"{each.kind} ({each.tier})", each.live_bytes
         if record.process is not None and record.process.allocated_bytes:
-            booked = sum(each.live_bytes for each in record.held if each.tier in self._tiers)
+            booked = sum(each.live_bytes for each in record.held if each.tier in self._tiers and each.kind != MAPPED.value)
             yield UNBOOKED, record.process.allocated_bytes - booked

@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from typing import NamedTuple, Protocol
 
 from shardwise.core.events import Event
 from shardwise.core.ledger import Kind, Ledger, Tier
-from shardwise.core.records import Held, Lane, Phase, Process, StepRecord, Traffic
+from shardwise.core.records import DiskUse, Held, Lane, Phase, Process, StepRecord, Traffic
 from shardwise.telemetry.leaks import LeakWatch
 from shardwise.telemetry.sink import Sink
 from shardwise.telemetry.tracer import Tracer
@@ -57,6 +58,26 @@ _PHASE_BEFORE = {
 """What the time between two places was for, where that depends on what comes next."""
 
 
+class DiskCounter(Protocol):
+    """What a disk tier counts from its beginning on."""
+
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long it was waited for."""
+        ...
+
+
+class Glance(NamedTuple):
+    """A step that was committed: how long it took, what was waited for gathers, and what lay beside the ledger after its forward."""
+
+    seconds: float
+    waited_seconds: float
+    activation_bytes: int
+
+
 class Meter:
     """Measures steps, and hands a record of each to those who listen.
 
@@ -79,6 +100,8 @@ class Meter:
         self.clock = clock
         self.sinks: list[Sink] = []
         self.watch: LeakWatch | None = None
+        self.disk: DiskCounter | None = None
+        """Set if state rests on disk."""
         self.is_on = True
         self.last: StepRecord | None = None
         self.num_steps = 0
@@ -92,6 +115,11 @@ class Meter:
         self._place = Place.OUTSIDE
         self._since: float | None = None
         self._waited_seconds = 0.0
+        self._held_up_seconds = 0.0
+        self._disk_seconds = 0.0
+        """What the disk's counter of waits stood at when the loop came to its place."""
+        self._disk_begin = self._disk_end = DiskUse(0, 0)
+        """What its counters of bytes stood at when the step began, and when it was committed."""
         self._is_committed = False
         self._values: dict[str, float] = {}
         self._begin_step(0.0)
@@ -114,20 +142,36 @@ class Meter:
             return
         now = self.clock()
         if self._since is None:
+            self._disk_begin, self._waited_seconds = self._disk_use(), 0.0
             self._begin_step(now)  # The first step has no time before it.
             self.tracer.begin_step(self.num_steps + 1, now)
         elif self._place is Place.OUTSIDE and self._is_committed and to is not Place.UPDATE:
             self._end_step(self._since)
         since = now if self._since is None else self._since
         if to is Place.AFTER_FORWARD and self._is_looking:
-            self._beside_ledger_bytes = max(self._beside_ledger_bytes, self._allocated() - self._ledger.live_on(Tier.DEVICE))
+            self._beside_ledger_bytes = max(self._beside_ledger_bytes, self._allocated() - self._ledger.allocated_bytes)
             self._look_seconds += self.clock() - now
         phase = _PHASE_BEFORE.get((self._place, to)) or _PHASE_AT[self._place]
-        self._phases[phase] += now - since - self._waited_seconds
+        seconds = now - since - self._waited_seconds - self._held_up_seconds
+        on_disk = self._take_disk_seconds(seconds)
+        self._phases[phase] += seconds - on_disk
         self._phases[Phase.COMMUNICATION] += self._waited_seconds
+        self._phases[Phase.OTHER] += self._held_up_seconds
+        self._phases[Phase.DISK] += on_disk
         if self.tracer.is_on:
             self.tracer.add(Lane.LOOP, self._place.value, since, now)
-        self._place, self._since, self._waited_seconds = to, now, 0.0
+        self._place, self._since, self._waited_seconds, self._held_up_seconds = to, now, 0.0, 0.0
+
+    def _take_disk_seconds(self, most_seconds: float) -> float:
+        """How long the disk was waited for at the place that is left; no longer than that took: threads of savers wait as well."""
+        if self.disk is None:
+            return 0.0
+        before, self._disk_seconds = self._disk_seconds, self.disk.waited_seconds
+        return 0.0 if self._since is None else max(0.0, min(self._disk_seconds - before, most_seconds))
+
+    def _disk_use(self) -> DiskUse:
+        """What the disk's counters stand at."""
+        return DiskUse(0, 0) if self.disk is None else DiskUse(self.disk.read_bytes, self.disk.written_bytes)
 
     @property
     def place(self) -> Place:
@@ -155,6 +199,11 @@ class Meter:
         """Others were waited for, beside the collectives that are recorded."""
         self._waited_seconds += seconds
 
+    def hold_up(self, seconds: float) -> None:
+        """The loop was held up by what is no part of training, such as a save beside it."""
+        if self.is_on:
+            self._held_up_seconds += seconds
+
     def arrive(self) -> None:
         """This rank has come to the step's common exchange."""
         if self.is_on and self._since is not None:
@@ -165,6 +214,17 @@ class Meter:
         """An update is made: the step ends with it, unless another update follows."""
         self.move(Place.OUTSIDE)
         self._is_committed = True
+        self._disk_end = self._disk_use()
+
+    def glance(self) -> Glance:
+        """The step that was just committed. Activations are 0 where the ledger has them, or nobody has looked."""
+        seconds = 0.0 if self._since is None else self._since - self._begin_seconds
+        waited = sum(row[4] for (op, _, _), row in self._traffic.items() if op == "gather")
+        is_booked = self._ledger.peak_since_mark(Kind.ACTIVATION) > 0
+        if is_booked or not self._beside_ledger_bytes:
+            return Glance(seconds, waited, 0)
+        between = self._allocated() - self._ledger.live_on(Tier.DEVICE)
+        return Glance(seconds, waited, max(0, self._beside_ledger_bytes - between))
 
     # What users tell and ask
 
@@ -202,6 +262,7 @@ class Meter:
             process=process,
             traffic=_rows(self._traffic.items()),
             values=self._values,
+            disk=self._disk_of_step(),
         )
         self._ledger.mark()
         self._values = {}
@@ -213,6 +274,13 @@ class Meter:
             self.tell(lambda sink: sink.trace(trace))
         self._begin_step(now)
         self.tracer.begin_step(self.num_steps + 1, now)
+
+    def _disk_of_step(self) -> DiskUse | None:
+        begin, end = self._disk_begin, self._disk_end
+        self._disk_begin = end
+        return (
+            None if self.disk is None else DiskUse(end.read_bytes - begin.read_bytes, end.written_bytes - begin.written_bytes)
+        )
 
     def _look_at_process(self) -> Process:
         begin = self.clock()
@@ -227,7 +295,7 @@ class Meter:
         is_booked = self._ledger.peak_since_mark(Kind.ACTIVATION) > 0
         if is_booked or process is None or not process.allocated_bytes or not self._beside_ledger_bytes:
             return ()
-        between = process.allocated_bytes - self._ledger.live_on(Tier.DEVICE)
+        between = process.allocated_bytes - self._ledger.allocated_bytes
         return (Held(Tier.DEVICE.value, Kind.ACTIVATION.value, 0, max(0, self._beside_ledger_bytes - between)),)
 
 

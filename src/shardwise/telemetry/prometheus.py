@@ -11,6 +11,11 @@ from shardwise.core.records import Header, StepRecord
 from shardwise.telemetry.sink import Callback
 
 LOCAL = "127.0.0.1"
+_DISK_COUNTERS = {
+    "disk_read_bytes": "Bytes of state read from disk.",
+    "disk_written_bytes": "Bytes of state written to disk.",
+    "disk_wait_seconds": "Seconds in which the disk was waited for.",
+}
 
 
 class Prometheus(Callback):
@@ -44,7 +49,14 @@ class Prometheus(Callback):
 
     def step(self, record: StepRecord) -> None:
         """Show a step."""
-        for name, value in (("wire_bytes", record.wire_bytes), ("seconds", record.seconds)):
+        sums: dict[str, float] = {"wire_bytes": record.wire_bytes, "seconds": record.seconds}
+        if record.disk is not None:
+            sums |= {
+                "disk_read_bytes": record.disk.read_bytes,
+                "disk_written_bytes": record.disk.written_bytes,
+                "disk_wait_seconds": record.disk_seconds,
+            }
+        for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         self._text = "".join(_families(record, self._sums))
 
@@ -74,6 +86,8 @@ def _families(record: StepRecord, sums: Mapping[str, float]) -> Iterator[str]:
         yield from _family("shardwise_resident_bytes", "gauge", "Resident.", [(rank, record.process.resident_bytes)])
     yield from _family("shardwise_wire_bytes_total", "counter", "Bytes sent.", [(rank, sums["wire_bytes"])])
     yield from _family("shardwise_seconds_total", "counter", "Seconds of all steps.", [(rank, sums["seconds"])])
+    for name, about in _DISK_COUNTERS.items():
+        yield from _family(f"shardwise_{name}_total", "counter", about, [(rank, sums[name])] if name in sums else [])
     values = [({**rank, "name": name}, value) for name, value in record.values.items()]
     yield from _family("shardwise_value", "gauge", "What users logged with the last step.", values)
 

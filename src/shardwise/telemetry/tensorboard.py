@@ -41,6 +41,8 @@ class TensorBoard(Callback):
         for row in record.traffic:
             name = f"sent bytes/{row.op}"
             scalars[name] = scalars.get(name, 0) + row.wire_bytes
+        if record.disk is not None:
+            scalars |= {"disk bytes/read": record.disk.read_bytes, "disk bytes/written": record.disk.written_bytes}
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, record.step, walltime=record.ended_at)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import PlanError
+from shardwise.core.ledger import Tier
 from shardwise.core.plan import SHARDED_AT_STAGE, Plan, StateKind
 from shardwise.core.tree import balanced_tree
 
@@ -63,7 +64,7 @@ def test_every_field_enters_the_hash() -> None:
         "reduce_dtype": "float32", "output_dtype": "float32", "cast_forward_inputs": False, "reshard_after_forward": False,
         "buffers": "local", "initial": "local", "nonfinite": "keep", "unused": "zero", "units": ("a",),
         "deadline_seconds": 5.0, "init_seed": 1, "path": "network", "tiers": {"optim": "host"}, "fraction": 0.5,
-        "activations": "host", "folder": "fast", "staging_bytes": 2**20, "sync": "delayed", "delay_warmup": 3,
+        "activations": "host", "folder": "fast", "staging_bytes": 2**20, "adapt": True, "sync": "delayed", "delay_warmup": 3,
     }  # fmt: skip
     assert set(others) == {field.name for field in fields(Plan)}, "a new field needs a value here"
     assert len({Plan().hash, *(Plan(**{key: value}).hash for key, value in others.items())}) == len(others) + 1
@@ -128,6 +129,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         {"tree": [0, 1, 2]}, {"tree": "0"}, {"units": "blocks.0"}, {"units": (1,)},
         {"sync": "late"}, {"sync": None}, {"delay_warmup": -1}, {"delay_warmup": 1.5}, {"delay_warmup": True},
         {"sync": "delayed", "tiers": {"grad": "disk"}}, {"sync": "delayed", "tiers": {"param": "disk", "optim": "disk"}},
+        {"sync": "delayed", "tiers": {"optim": "disk"}, "activations": "disk"}, {"sync": "delayed", "adapt": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -143,3 +145,14 @@ def test_plan_fits_its_number_of_ranks_only() -> None:
         Plan(weights=(1, 2)).fit(3)
     with pytest.raises(PlanError, match="each of the 3 ranks once"):
         Plan(tree=(0, 1)).fit(3)
+
+
+def test_activations_rest_somewhere_or_are_computed_again() -> None:
+    for name in ("device", "host", "disk", "recompute"):
+        plan = Plan(activations=name)
+        assert Plan.from_toml(plan.to_toml()) == plan
+        assert plan.uses_disk == (name == "disk")
+        assert not plan.keeps_state_on_disk
+        assert plan.without(Tier.DISK).activations == ("device" if name == "disk" else name)
+    with pytest.raises(PlanError, match="activations must be one of 'device', 'host', 'disk', 'recompute' but is 'cpu'"):
+        Plan(activations="cpu")

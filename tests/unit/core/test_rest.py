@@ -78,6 +78,27 @@ def test_advice_names_the_least_change_that_fits() -> None:
     assert "more ranks are needed" in advice(UNITS, plan, 4, 1000)
 
 
+def test_advice_knows_what_the_host_has_and_then_the_disk() -> None:
+    plan = Plan(stage=3)
+    sizes = [footprint(UNITS, plan.replace(tiers=tiers), 4) for tiers in ({OPTIM: "host"}, {OPTIM: "disk"}, {})]
+    assert [found.host_bytes for found in sizes] == [12 * NUM_PARAMS // 4, 3 * 12 * NUM_PARAMS // 8 // 4, 0]
+    assert sizes[1].disk_bytes == sizes[0].host_bytes
+    capacity = sizes[2].num_bytes - 1
+    assert "with tiers={'optim': 'host'}: " in advice(UNITS, plan, 4, capacity, 2, sizes[0].host_bytes)
+    told = advice(UNITS, plan, 4, capacity, 2, sizes[0].host_bytes - 1)
+    assert (
+        "It would fit with tiers={'optim': 'disk'}: 112 KiB on the device, 36 KiB in the host's memory, 96 KiB on disk." in told
+    )
+    assert "tiers={'optim': 'host'} would take 96 KiB of it, and 96 KiB are free for a rank" in told
+    assert "No other stage or tier would fit" in advice(UNITS, plan, 4, capacity, 2, 1000)
+
+
+def test_advice_on_activations_says_what_is_left_for_them_and_only_what_a_plan_takes() -> None:
+    told = advice(UNITS, Plan(stage=3), 4, 2**20)
+    assert "leave 848 KiB for activations" in told and "activations='host'" in told
+    assert "activations='host'" not in advice(UNITS, Plan(stage=3, activations="host"), 4, 2**20)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.core.ledger import Kind, Ledger
-from shardwise.devices.pool import Poison, Pool
+from shardwise.devices.pool import Poison, Pool, PoolReport
 
 CPU = torch.device("cpu")
 
@@ -81,3 +81,14 @@ def test_poison(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = buffer.fill_(1.0).untyped_storage()
     pool.give(buffer, Kind.GATHERED)
     assert bool(torch.empty(0).set_(storage, 0, (64,), (1,)).isnan().all()) or storage.nbytes() == 256
+
+
+def test_the_report_tells_what_is_lent_idle_and_wasted(pool: Pool) -> None:
+    first, second = take(pool, 1000), take(pool, 500)
+    pool.give(first, Kind.GATHERED)
+    del first
+    lent = take(pool, 750)
+    pool.give(second, Kind.GATHERED)
+    del second
+    assert pool.report == PoolReport(lent_bytes=3000, slack_bytes=1000, idle_bytes=2000, largest_idle_bytes=2000, num_idle=1)
+    assert pool.report.taken_bytes == 6000 and lent.numel() == 750

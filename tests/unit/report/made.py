@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.records import SCHEMA, Header, Held, Phase, Process, Span, StepRecord, StepTrace, Traffic
+from shardwise.core.records import SCHEMA, DiskUse, Header, Held, Phase, Process, Span, StepRecord, StepTrace, Traffic
 from shardwise.telemetry.files import JsonLines
 
 
@@ -64,6 +64,7 @@ def write_run(
     num_steps: int = 6,
     slow: dict[int, float] | None = None,
     slow_steps: Collection[int] | None = None,
+    disk: DiskUse | None = None,
     **changes: Any,
 ) -> Path:
     """A run folder; ranks in ``slow`` take so much longer in their forward, in all steps or some, and others wait for them."""
@@ -74,7 +75,7 @@ def write_run(
         for step in range(1, num_steps + 1):
             slow = every_step if slow_steps is None or step in slow_steps else {}
             own, longest = slow.get(rank, 0.0), max(slow.values(), default=0.0)
-            log.step(record(step, rank, forward=0.05 + own, waited=0.02 + longest - own))
+            log.step(record(step, rank, forward=0.05 + own, waited=0.02 + longest - own, disk=disk))
             if step == 3:
                 log.trace(trace(step, rank, synced=0.15 + 0.01 * rank))
         log.close()

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import UsageError
+from shardwise.core.records import Held, StepTrace
 from shardwise.report import figures
 from shardwise.report.chrome import chrome_trace
+from shardwise.report.memory import ACTIVATIONS, layers_of, memory
+from shardwise.report.parts import Page
 from shardwise.report.runs import RunLog, load_run
 from shardwise.telemetry.files import RankLog
 from tests.unit.report.made import header, record, write_run
@@ -61,6 +64,35 @@ def test_flows_are_a_step_of_one_rank(tmp_path: Path) -> None:
 
 def test_rates_are_over_all_ranks(tmp_path: Path) -> None:
     assert figures.rate(load_run(write_run(tmp_path)), "tokens") == pytest.approx(2 * 256 / 0.19)
+
+
+@pytest.mark.parametrize(("device", "tier", "copied_bytes"), [("cpu", "device", 700), ("sim:0", "host", 0)])
+def test_activations_are_what_the_allocator_gave_out_beyond_what_the_ledger_has_of_it(
+    device: str, tier: str, copied_bytes: int
+) -> None:
+    """What rests elsewhere, or is mapped from the system, is none of its bytes; on the CPU, the host's memory is."""
+    run = RunLog(Path(), {0: RankLog(Path(), header(0, 1, host={"device": device}))})
+    kinds = ("device: parameter shards", f"{tier}: disk staging", "host: copies for checkpoints", "disk: optimizer state")
+    rows = (
+        (0.0, 1000, 0, 0, 9000, 5000),
+        (0.1, 1000, 400, 700, 9000, 5300 + copied_bytes),
+        (0.2, 1000, 800, 700, 12_000, 5200 + copied_bytes),
+        (0.3, 1000, 0, 0, 9000, 5000),
+    )
+    _, layers = layers_of(StepTrace(1, 0, 0.0, (), (*kinds, "allocated"), rows), run.allocator_tiers)
+    by_name = {layer.name: list(layer.values) for layer in layers}
+    assert by_name[ACTIVATIONS] == [0, 300, 200, 0]
+    assert "disk: optimizer state" not in by_name
+
+
+def test_the_disk_is_no_memory_beside_what_is_resident(tmp_path: Path) -> None:
+    on_disk = Held("disk", "optimizer state", 80_000, 80_000)
+    plain, other = record(1, 0), record(1, 0, held=(*record(1, 0).held, on_disk))
+    texts = []
+    for each in (plain, other):
+        run = RunLog(tmp_path, {0: RankLog(tmp_path, header(0, 1), [each])})
+        texts.append(memory(run, Page(), "").partition("The ledger beside what the machine says")[2])
+    assert texts[0] == texts[1] != ""
 
 
 def test_trace_for_viewers_lays_ranks_over_each_other(tmp_path: Path) -> None:

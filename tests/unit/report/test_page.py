@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.records import DiskUse
 from shardwise.report.charts import binary_ticks, nice_ticks
 from shardwise.report.compare import compare_body
-from shardwise.report.page import document, run_body
+from shardwise.report.page import document, headline, run_body
 from shardwise.report.runs import load_run
 from shardwise.report.sections import colour_of_kind
 from tests.unit.report.made import record, write_run
@@ -69,6 +70,16 @@ def test_runs_are_put_side_by_side(tmp_path: Path) -> None:
     assert text.count('<details class="run">') == 2
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
+
+
+def test_what_went_to_disk_is_shown_where_state_rests_there(tmp_path: Path) -> None:
+    plain, on_disk = write_run(tmp_path / "plain"), write_run(tmp_path / "disk", disk=DiskUse(3 * 2**20, 2**20))
+    assert '<section id="disk">' not in page_of(plain) and "waiting for the disk" not in page_of(plain)
+    text = page_of(on_disk)
+    Tags.of(text)
+    assert '<section id="disk">' in text and "Bytes from and to disk a step by rank" in text
+    assert headline(load_run(on_disk))["read from disk a step by a rank"] == "3 MiB"
+    assert "Bytes from and to disk a step by run" in page_of(plain, on_disk)
 
 
 def test_names_and_configs_are_escaped(tmp_path: Path) -> None:

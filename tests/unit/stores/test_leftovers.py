@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 
@@ -123,3 +124,33 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert sorted([*before, store.path]) == sorted(tmp_path.iterdir())
     store.close()
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_was_made_to_pass_goes_with_its_last_file(tmp_path: Path) -> None:
+    first = DiskStore(tmp_path / "passing", name="rank-0", is_passing=True)
+    second = DiskStore(tmp_path / "passing", name="rank-1", is_passing=True)
+    first.close()
+    assert second.path.exists()
+    second.close()
+    assert not (tmp_path / "passing").exists()
+
+
+def test_a_folder_that_others_have_made_or_use_stays(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    DiskStore(tmp_path / "theirs", name="rank-0", is_passing=True).close()
+    store = DiskStore(tmp_path / "ours", name="rank-0", is_passing=True)
+    (tmp_path / "ours" / "notes").touch()
+    store.close()
+    DiskStore(tmp_path / "named", name="rank-0").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["named", "ours", "theirs"]
+
+
+def test_stores_that_come_and_go_do_not_lose_the_folder_to_each_other(tmp_path: Path) -> None:
+    def come_and_go() -> None:
+        for _ in range(100):
+            DiskStore(tmp_path / "passing", name="rank-0", num_workers=1, is_passing=True).close()
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(come_and_go) for _ in range(2)]:
+            done.result()
+    assert not (tmp_path / "passing").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import UsageError
-from shardwise.core.records import SCHEMA
+from shardwise.core.records import SCHEMA, DiskUse
 from shardwise.telemetry.files import JsonLines, read_log
 from tests.unit.report.made import header, record, trace
 
@@ -72,6 +72,17 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         JsonLines(tmp_path / "file" / "0.jsonl")
+
+
+def test_use_of_the_disk_comes_back_and_records_from_before_it_was_counted_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, num_steps=1)
+    assert '"disk":null' in path.read_text()
+    lines = path.read_text()
+    path.write_text(lines.replace('"disk":null', '"disk":{"read_bytes":3,"written_bytes":4}'))
+    assert read_log(path).steps == [record(1, 0, disk=DiskUse(3, 4))]
+    path.write_text(lines.replace(',"disk":null', "").replace('"waiting for the disk":0.0,', ""))
+    (older,) = read_log(path).steps
+    assert older.disk is None and older.disk_seconds == 0.0
 
 
 def test_unknown_keys_are_left_out(tmp_path: Path) -> None:

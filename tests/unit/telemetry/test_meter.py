@@ -1,12 +1,14 @@
 """The meter by a clock that is set by hand: every second belongs to one phase, whatever the loop does."""
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.events import Event
-from shardwise.core.ledger import Kind, Ledger
-from shardwise.core.records import Process, StepRecord
+from shardwise.core.ledger import Kind, Ledger, Tier
+from shardwise.core.records import DiskUse, Process, StepRecord
 from shardwise.telemetry.meter import Meter, Place
 from shardwise.telemetry.sink import Callback
 
@@ -64,6 +66,7 @@ def test_phases_of_a_plain_loop() -> None:
         "forward": 4.0,
         "backward": 5.0,
         "exposed communication": 0.0,
+        "waiting for the disk": 0.0,
         "optimizer": 2.0,
         "other": 0.0,
     }
@@ -86,6 +89,37 @@ def test_what_is_waited_for_is_taken_off_the_phase() -> None:
     assert (record.phases["forward"], record.phases["exposed communication"]) == (1.5, 1.5)
     assert record.arrived_seconds == 3.5 and record.busy_seconds == 3.5
     assert record.traffic[0].wire_bytes == 10 and record.wire_bytes == 10
+
+
+@dataclass
+class Disk:
+    read_bytes: int = 1000
+    written_bytes: int = 100
+    waited_seconds: float = 7.0
+
+
+def test_what_the_disk_does_belongs_to_the_step_and_its_waits_are_taken_off_the_phase() -> None:
+    meter, clock, kept = new_meter()
+    meter.disk = disk = Disk()
+    meter.wait(9.0)  # Before the first step, and none of its time.
+    for number in (1, 2):
+        one_step(meter, clock)
+        meter.move(Place.UPDATE)
+        clock.now += 3.0
+        disk.read_bytes, disk.written_bytes, disk.waited_seconds = 1000 + 10 * number, 100 + number, 7.0 + number
+        meter.commit()
+        disk.read_bytes += 5  # A save, between steps: the next one's.
+    disk.waited_seconds += 1e9  # Of a thread that waits beside the loop: no more than the time there is.
+    meter.move(Place.FORWARD)
+    meter.commit()
+    meter.flush()
+    first, second, third = kept.records
+    assert (first.disk, second.disk, third.disk) == (DiskUse(10, 1), DiskUse(10, 1), DiskUse(5, 0))
+    assert first.phases["waiting for the disk"] == second.disk_seconds == 1.0
+    assert first.phases["optimizer"] == 6.0 and first.busy_seconds == first.seconds
+    assert third.phases["data"] == 0.0
+    for record in kept.records:
+        assert sum(record.phases.values()) == pytest.approx(record.seconds)
 
 
 def test_a_step_ends_with_the_last_of_its_updates() -> None:
@@ -186,3 +220,11 @@ def test_activations_are_what_the_forward_leaves_beyond_the_ledger() -> None:
     meter.flush()
     assert meter.last is not None
     assert {each.kind: each.peak_bytes for each in meter.last.held}["activations"] == 400
+
+
+def test_memory_that_is_mapped_from_the_system_is_none_of_the_allocators() -> None:
+    ledger = Ledger()
+    ledger.add(Kind.PARAM, 100)
+    ledger.add(Kind.STAGING, 7)
+    ledger.add(Kind.OPTIM, 50, Tier.HOST)
+    assert (ledger.live_on(Tier.DEVICE), ledger.allocated_bytes) == (107, 100)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import UsageError
+from shardwise.core.records import DiskUse
 from shardwise.telemetry.prometheus import Prometheus
 from shardwise.telemetry.tensorboard import TensorBoard
 from tests.unit.report.made import header, record
@@ -35,6 +36,9 @@ def test_metrics_of_the_last_step_are_served() -> None:
         assert 'shardwise_phase_seconds{rank="1",phase="backward"} 0.1' in text
         assert 'shardwise_peak_bytes{rank="1",tier="device",kind="gathered parameters"} 9000.0' in text
         assert 'shardwise_value{rank="1",name="loss"} 2.5' in text
+        assert "disk_read" not in text
+        endpoint.step(record(3, 1, disk=DiskUse(30, 4)))
+        assert 'shardwise_disk_read_bytes_total{rank="1"} 30.0' in read(endpoint.port)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             read(endpoint.port, "/")
         with pytest.raises(UsageError, match=f"127.0.0.1:{endpoint.port}"):

@@ -25,6 +25,7 @@ class _Loaded:
     """The library of this process, once it is loaded."""
 
     library: Any = None
+    pinned_capacity_bytes = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ def reset_traffic(device: int = 0) -> None:
 def set_pinned_capacity(num_bytes: int) -> None:
     """How much of the host's memory may be pinned; without a limit, if 0."""
     _library().set_pinned_capacity(num_bytes)
+    _Loaded.pinned_capacity_bytes = num_bytes
+
+
+def pinned_room_bytes() -> int | None:
+    """How much more may be pinned, if there is a limit."""
+    capacity_bytes = _Loaded.pinned_capacity_bytes
+    return max(0, capacity_bytes - int(_library().pinned_bytes())) if capacity_bytes else None
 
 
 def _library() -> Any:
