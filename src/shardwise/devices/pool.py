@@ -164,16 +164,21 @@ class Pool:
 
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""
-        self._collect()
-        for buffer in self._lingering:
-            self._ledger.add(Kind.POOL, -buffer.nbytes, Tier.HOST)
-        self._lingering.clear()
+        self._leave_lingering()
         self._drop([free for free in self._free if not free.is_fresh])
         for free in self._free:
             free.is_fresh = False
 
+    def _leave_lingering(self) -> None:
+        """What someone still has a view of is theirs."""
+        self._collect()
+        for buffer in self._lingering:
+            self._ledger.add(Kind.POOL, -buffer.untyped_storage().nbytes(), Tier.HOST)
+        self._lingering.clear()
+
     def trim(self) -> None:
         """Free what nobody holds."""
+        self._leave_lingering()
         self._drop(list(self._free))
 
     def _drop(self, dropped: list[_Free]) -> None:
