@@ -350,7 +350,8 @@ def unrecorded_weights(stage: int) -> list[bytes]:
 def test_operations_are_counted_once_and_change_no_bit(world: World, stage: int) -> None:
     plain = world.run(unrecorded_weights, stage, ranks=2)
     for (notes, host, weights), expected in zip(world.run(counted_flops, stage, ranks=2), plain, strict=True):
-        assert notes == [{"forward_flops": 2 * BATCH * WIDTH * WIDTH * DEPTH}]
+        counted = [note for note in notes if "forward_flops" in note]
+        assert counted == [{"forward_flops": 2 * BATCH * WIDTH * WIDTH * DEPTH}]
         assert host["peak_flops"] > 1e8 and host["link_bytes_per_second"] > 1e7 and host["link"] == "host memory"
         assert weights == expected
 

@@ -40,10 +40,7 @@ def parse_devices(text: str) -> Devices:
     match = re.fullmatch(r"([0-9]+)x(.+)", text.strip())
     if match is None or not 1 <= int(match.group(1)) <= 64:
         raise UsageError(f"Expected a number of devices and their size, such as 4x8GiB, but got {text!r}.")
-    capacity_bytes = parse_bytes(match.group(2))
-    if capacity_bytes < 1:
-        raise UsageError(f"A simulated device needs memory, but {text!r} gives it none.")
-    return Devices(int(match.group(1)), capacity_bytes)
+    return Devices(int(match.group(1)), parse_bytes(match.group(2)))
 
 
 def prepare(stream: TextIO) -> None:

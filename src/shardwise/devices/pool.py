@@ -140,12 +140,12 @@ class Pool:
             if self._is_kept(kind, tier) and buffer.is_cpu and buffer.nbytes:
                 with self._lock:
                     self._free.append(_Free(buffer.untyped_storage()))
-                self._ledger.add(Kind.POOL, buffer.nbytes, tier)
+                    self._ledger.add(Kind.POOL, buffer.nbytes, tier)
                 return
         elif tier is Tier.HOST:
             with self._lock:
                 self._lingering.append(buffer)
-            self._ledger.add(Kind.POOL, buffer.nbytes, tier)
+                self._ledger.add(Kind.POOL, buffer.nbytes, tier)
             return
         self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes(), tier)
 
@@ -171,17 +171,22 @@ class Pool:
     def end_step(self) -> None:
         """A step has ended: free what it did not use, and keep the rest for the next one."""
         with self._lock:
-            self._collect()
-            for buffer in self._lingering:
-                self._ledger.add(Kind.POOL, -buffer.nbytes, Tier.HOST)
-            self._lingering.clear()
+            self._leave_lingering()
             self._drop([free for free in self._free if not free.is_fresh])
             for free in self._free:
                 free.is_fresh = False
 
+    def _leave_lingering(self) -> None:
+        """What someone still has a view of is theirs."""
+        self._collect()
+        for buffer in self._lingering:
+            self._ledger.add(Kind.POOL, -buffer.untyped_storage().nbytes(), Tier.HOST)
+        self._lingering.clear()
+
     def trim(self) -> None:
         """Free what nobody holds."""
         with self._lock:
+            self._leave_lingering()
             self._drop(list(self._free))
 
     def _drop(self, dropped: list[_Free]) -> None:

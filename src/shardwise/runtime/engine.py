@@ -167,7 +167,8 @@ class Engine:
 
     def use_disk(self, disk: DiskTier | None) -> None:
         """Have another disk tier, or none."""
-        self.disk = self.executor.disk = self.meter.disk = disk
+        self.disk = self.executor.disk = disk
+        self.meter.use_disk(disk)
 
     def opened_at(self, module: str) -> list[str]:
         """Units that are gathered around the calls of a module."""

@@ -25,8 +25,9 @@ from shardwise.wire.comm import Handle, Receipt
 _MOST_IN_FLIGHT = 1
 """Reductions that may still be under way when another is begun; none, where memory goes before time."""
 _PATIENCE_SECONDS = 1.0
-_FIRST_PATIENCE_SECONDS = 0.2
-"""Where memory goes before time and nobody knows yet whether ranks go the same way; up to the first time that it was in vain."""
+_FIRST_PATIENCE_SECONDS = 2.0
+"""Where memory goes before time and nobody knows yet whether ranks go the same way; up to the first time that it was in vain, once in
+a run. First steps of several ranks on a busy machine are far apart, and what is not waited for is held."""
 _PAUSE_SECONDS = 0.0002
 
 

@@ -169,6 +169,12 @@ class Meter:
         before, self._disk_seconds = self._disk_seconds, self.disk.waited_seconds
         return 0.0 if self._since is None else max(0.0, min(self._disk_seconds - before, most_seconds))
 
+    def use_disk(self, disk: DiskCounter | None) -> None:
+        """Look at another disk's counters from now on, or at none."""
+        self.disk = disk
+        self._disk_begin = self._disk_end = self._disk_use()
+        self._disk_seconds = 0.0 if disk is None else disk.waited_seconds
+
     def _disk_use(self) -> DiskUse:
         """What the disk's counters stand at."""
         return DiskUse(0, 0) if self.disk is None else DiskUse(self.disk.read_bytes, self.disk.written_bytes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.core.ledger import Kind, Ledger
+from shardwise.core.ledger import Kind, Ledger, Tier
 from shardwise.devices.pool import Poison, Pool, PoolReport
 
 CPU = torch.device("cpu")
@@ -54,6 +54,29 @@ def test_memory_of_which_someone_holds_a_view_is_left_to_them(pool: Pool, ledger
     assert all(other.data_ptr() != address for other in others)
     assert view.numel() == 10
     assert ledger.live_bytes == 12_000
+
+
+def test_memory_of_an_accelerators_host_is_lent_again_when_its_last_view_is_gone(ledger: Ledger) -> None:
+    pool = Pool(ledger, torch.device("meta"))
+    large = take(pool, 1200, Kind.GRAD)
+    address = large.data_ptr()
+    pool.give(large, Kind.GRAD)
+    del large
+    buffer = take(pool, 1000, Kind.GRAD)  # A part of the same memory.
+    assert buffer.data_ptr() == address
+    view = buffer[10:20]
+    pool.give(buffer, Kind.GRAD)
+    del buffer
+    assert take(pool, 1000, Kind.GRAD).data_ptr() != address
+    del view
+    again = take(pool, 1000, Kind.GRAD)
+    assert again.data_ptr() == address
+    view = again[10:20]
+    pool.give(again, Kind.GRAD)
+    del again
+    pool.trim()
+    assert ledger.live(Kind.POOL, Tier.HOST) == 0, "What someone has a view of is theirs."
+    assert view.numel() == 10
 
 
 def test_memory_of_gradients_is_not_kept(pool: Pool, ledger: Ledger) -> None:
