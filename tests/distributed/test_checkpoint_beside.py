@@ -284,6 +284,7 @@ def change_by_hand(folder: str) -> Any:
         with pytest.raises(shardwise.CheckpointError) as error:
             saving.wait()
     names = sorted(os.listdir(folder))
+    dist.barrier()  # All have looked before the next save begins there.
     with late_copies():
         saving = shardwise.save(f"{folder}/beside", training.model, training.optimizer, wait=False)
         saving.wait_copied()
