@@ -23,9 +23,9 @@ STAGES = [0, 1, 2, 3]
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    Poison.enabled = True
+    before, Poison.enabled = Poison.enabled, True
     yield
-    Poison.enabled = False
+    Poison.enabled = before
 
 
 def make_model() -> nn.Sequential:
@@ -334,6 +334,8 @@ def test_an_update_that_fails_is_told_and_nothing_is_saved_before_a_load(tmp_pat
 SCRIPT = """
 import signal, sys, time, threading
 from tests.unit.runtime.test_delayed import make_delayed, train_step, Held
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Ignored where a shell runs the tests in the background.
 
 class Late(Held):
     def step(self, closure=None):
