@@ -51,12 +51,13 @@ def _grow(capacity_bytes: int, folder: str, run: str = "", **plan: Any) -> dict[
     with shardwise.gathered(model):
         weights = [param.detach().cpu().clone() for param in model.parameters()]
     told = [str(each) for each in handle.adaptations]
-    return {"losses": losses, "weights": weights, "peak": peak, "told": told, "tiers": handle.plan.tiers}
+    return {"losses": losses, "weights": weights, "peak": peak, "told": told}
 
 
 @pytest.mark.parametrize("stage", [3])
 def test_a_run_whose_batches_grow_adapts_before_the_device_is_full(sim_world: World, tmp_path: Path, stage: int) -> None:
-    plan = {"stage": stage, "folder": str(tmp_path), "deadline_seconds": 5}
+    # With nothing gathered ahead, there is nothing but state to let go of.
+    plan = {"stage": stage, "folder": str(tmp_path), "deadline_seconds": 5, "prefetch": 0}
     free = sim_world.run(_grow, 0, **plan, ranks=2)
     capacity_bytes = round(0.88 * max(found["peak"] for found in free))
     failed = sim_world.run(_grow, capacity_bytes, **plan, ranks=2)
@@ -68,8 +69,7 @@ def test_a_run_whose_batches_grow_adapts_before_the_device_is_full(sim_world: Wo
         assert "error" not in found, found
         assert found["losses"] == reference["losses"]
         assert all(map(torch.equal, found["weights"], reference["weights"]))
-        assert found["told"]
-        assert found["tiers"]
+        assert any("to the host" in each for each in found["told"])  # Where there is room again by the end, some has come back.
     assert adapted[0]["told"] == adapted[1]["told"]
     log = load_run(run)
     assert [str(each) for each in log.adaptations] == adapted[0]["told"]
