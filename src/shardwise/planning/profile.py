@@ -1,0 +1,74 @@
+"""What one step of a model computes and holds, moment by moment: the common ground of predicted memory and predicted time.
+
+Knows nothing of ranks, stages, tiers and hardware. A profile comes from a run of the user's module on fake tensors, or, for a bare size,
+from formulas; whoever reads it need not care which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.core.trace import Trace
+from shardwise.core.unit import Unit
+
+
+@dataclass(frozen=True)
+class Span:
+    """What happens after one moment of the trace and before the next.
+
+    ``flops`` counts a multiplication and an addition as two; ``matmul_flops`` is the part of them in matrix products and convolutions,
+    which run at the rate that devices are sold by. ``moved_bytes`` is what its kernels read and write. ``live_bytes`` are the
+    activations that are held when it ends; ``peak_bytes`` the most that were held inside it, with temporary results. Neither has
+    parameters, gradients of parameters, or what the model was given.
+    """
+
+    flops: float = 0.0
+    matmul_flops: float = 0.0
+    moved_bytes: float = 0.0
+    num_kernels: int = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step of one micro-batch: units, the order of moments, and a span after each of them: those of the forward, then of the backward.
+
+    ``param_dtype`` is the dtype in which it was computed (``"float32"``, ``"bfloat16"``, ...), ``num_tokens`` and ``num_samples`` what one
+    micro-batch holds. ``input_bytes`` is what the model is given; ``source`` says how it was found: ``"fake"`` or ``"closed form"``.
+    """
+
+    units: tuple[Unit, ...]
+    trace: Trace
+    spans: tuple[Span, ...]
+    param_dtype: str
+    num_samples: int
+    num_tokens: int
+    input_bytes: int
+    source: str
+
+    @property
+    def forward(self) -> tuple[Span, ...]:
+        """The spans of the forward."""
+        return self.spans[: len(self.trace.forward)]
+
+    @property
+    def backward(self) -> tuple[Span, ...]:
+        """The spans of the backward."""
+        return self.spans[len(self.trace.forward) :]
+
+    @cached_property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return sum(param.numel for unit in self.units for param in unit.params)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of the whole step."""
+        return sum(span.flops for span in self.spans)
+
+    @cached_property
+    def peak_activation_bytes(self) -> int:
+        """The most activations that are held at once."""
+        return max((span.peak_bytes for span in self.spans), default=0)
