@@ -51,6 +51,25 @@ OnChange = Callable[[Account, int], None]
 """Told of an account and of what it holds now."""
 
 
+@dataclass(slots=True)
+class _Held:
+    """Bytes of one account or tier: now, at most since the last mark, and at most before it."""
+
+    live: int = 0
+    peak: int = 0
+    earlier_peak: int = 0
+
+    def mark(self) -> None:
+        self.earlier_peak, self.peak = max(self.earlier_peak, self.peak), self.live
+
+    @property
+    def most(self) -> int:
+        return max(self.earlier_peak, self.peak)
+
+
+_NOTHING = _Held()
+
+
 @dataclass
 class Ledger:
     """Bytes held now and at most: ever, and since the last `mark`. Those of all tiers together are memory: the disk is left out.
@@ -61,17 +80,13 @@ class Ledger:
     (60, 100, 100)
     >>> ledger.mark(); ledger.peak_since_mark(Kind.GRAD), ledger.peak(Kind.GRAD)
     (60, 100)
+    >>> ledger.turn(Kind.GRAD, Kind.POOL, 50); ledger.live(Kind.GRAD), ledger.live(Kind.POOL), ledger.live_bytes
+    (10, 50, 60)
     """
 
-    _live: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
-    _peak: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
-    _earlier_peak: dict[Account, int] = field(default_factory=lambda: defaultdict(int))
-    _tier_live: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
-    _tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
-    _recent_tier_peak: dict[Tier, int] = field(default_factory=lambda: defaultdict(int))
-    live_bytes: int = 0
-    peak_bytes_since_mark: int = 0
-    _earlier_peak_bytes: int = 0
+    _accounts: dict[Account, _Held] = field(default_factory=lambda: defaultdict(_Held))
+    _tiers: dict[Tier, _Held] = field(default_factory=lambda: {tier: _Held() for tier in Tier})
+    _memory: _Held = field(default_factory=_Held)
     watch: OnChange | None = None
     _lock: Any = field(default_factory=RLock, repr=False, compare=False)
     """Updates that run beside a step book as well. The collector may let go of a buffer, which books, in the middle of a booking."""
@@ -79,74 +94,90 @@ class Ledger:
     def add(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book bytes that came (or, negative, went)."""
         with self._lock:
-            account = (tier, kind)
-            live = self._live[account] = self._live[account] + num_bytes
-            if live > self._peak[account]:
-                self._peak[account] = live
-            on_tier = self._tier_live[tier] = self._tier_live[tier] + num_bytes
-            if on_tier > self._recent_tier_peak[tier]:
-                self._recent_tier_peak[tier] = on_tier
-                self._tier_peak[tier] = max(self._tier_peak[tier], on_tier)
+            self._book((tier, kind), num_bytes)
+            held = self._tiers[tier]
+            held.live += num_bytes
+            if held.live > held.peak:
+                held.peak = held.live
             if tier is not Tier.DISK:
-                self.live_bytes += num_bytes
-            if self.live_bytes > self.peak_bytes_since_mark:
-                self.peak_bytes_since_mark = self.live_bytes
-            if self.watch is not None:
-                self.watch(account, live)
+                held = self._memory
+                held.live += num_bytes
+                if held.live > held.peak:
+                    held.peak = held.live
+
+    def turn(self, kind: Kind, into: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Book bytes of one kind as of another: they stay where they are."""
+        with self._lock:
+            self._book((tier, kind), -num_bytes)
+            self._book((tier, into), num_bytes)
+
+    def _book(self, account: Account, num_bytes: int) -> None:
+        held = self._accounts[account]
+        held.live += num_bytes
+        if held.live > held.peak:
+            held.peak = held.live
+        if self.watch is not None:
+            self.watch(account, held.live)
 
     def set(self, kind: Kind, num_bytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Book what is held now, whatever was booked before."""
         with self._lock:
-            self.add(kind, num_bytes - self._live[(tier, kind)], tier)
+            self.add(kind, num_bytes - self.live(kind, tier), tier)
 
     def mark(self) -> None:
         """Begin to look for peaks anew: a step begins."""
         with self._lock:
-            for account, peak in self._peak.items():
-                self._earlier_peak[account] = max(self._earlier_peak[account], peak)
-                self._peak[account] = self._live[account]
-            self._recent_tier_peak = defaultdict(int, self._tier_live)
-            self._earlier_peak_bytes, self.peak_bytes_since_mark = self.peak_bytes, self.live_bytes
+            for held in (*self._accounts.values(), *self._tiers.values(), self._memory):
+                held.mark()
 
     @property
     def accounts(self) -> tuple[Account, ...]:
         """All in which anything was ever booked, in one order."""
-        return tuple(sorted(self._peak, key=lambda account: (account[0].value, account[1].value)))
+        return tuple(sorted(self._accounts, key=lambda account: (account[0].value, account[1].value)))
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of memory that are held now."""
+        return self._memory.live
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes of memory that were ever held at once."""
-        return max(self._earlier_peak_bytes, self.peak_bytes_since_mark)
+        return self._memory.most
+
+    @property
+    def peak_bytes_since_mark(self) -> int:
+        """The same since the last `mark`."""
+        return self._memory.peak
 
     def live_on(self, tier: Tier) -> int:
         """Bytes that a tier holds now."""
-        return self._tier_live[tier]
+        return self._tiers[tier].live
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes on the device now that come from its allocator."""
-        return self._tier_live[Tier.DEVICE] - self._live[(Tier.DEVICE, MAPPED)]
+        return self.live_on(Tier.DEVICE) - self.live(MAPPED)
 
     def peak_on(self, tier: Tier) -> int:
         """The most bytes that a tier ever held at once."""
-        return self._tier_peak[tier]
+        return self._tiers[tier].most
 
     def peak_on_since_mark(self, tier: Tier) -> int:
         """The same since the last `mark`."""
-        return self._recent_tier_peak[tier]
+        return self._tiers[tier].peak
 
     def live(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """Bytes of a kind that are held now."""
-        return self._live[(tier, kind)]
+        return self._accounts.get((tier, kind), _NOTHING).live
 
     def peak(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """The most bytes of a kind that were ever held at once."""
-        account = (tier, kind)
-        return max(self._earlier_peak[account], self._peak[account])
+        return self._accounts.get((tier, kind), _NOTHING).most
 
     def peak_since_mark(self, kind: Kind, tier: Tier = Tier.DEVICE) -> int:
         """The same since the last `mark`."""
-        return self._peak[(tier, kind)]
+        return self._accounts.get((tier, kind), _NOTHING).peak
 
     def __str__(self) -> str:
         rows = [f"{'tier':<8}{'kind':<22}{'live':>12}{'peak':>12}"]

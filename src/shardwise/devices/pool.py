@@ -29,7 +29,15 @@ class _Free:
     """A storage that nobody holds, and whether it was given back since the last step ended."""
 
     storage: torch.UntypedStorage
+    num_bytes: int
+    device: torch.device
     is_fresh: bool = True
+
+    @staticmethod
+    def of(buffer: torch.Tensor) -> _Free:
+        """The storage of a buffer."""
+        storage = buffer.untyped_storage()
+        return _Free(storage, storage.nbytes(), buffer.device)
 
 
 _LENT = (Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD, Kind.WIRE)
@@ -97,12 +105,12 @@ class Pool:
             if num_bytes >= _LARGE_BYTES and device.type == "cpu":
                 self._heap.keep_lean()
             buffer = torch.empty(numel, dtype=dtype, device=device)
+            self._ledger.add(kind, num_bytes, tier)
         else:
             buffer = torch_private.tensor_over(storage, numel, dtype)
-            self._ledger.add(Kind.POOL, -num_bytes, tier)
+            self._ledger.turn(Kind.POOL, kind, num_bytes, tier)
         if Poison.enabled:
             poison(buffer)
-        self._ledger.add(kind, num_bytes, tier)
         return buffer
 
     def tier_of(self, device: torch.device) -> Tier:
@@ -118,12 +126,12 @@ class Pool:
 
     def _find(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
         """The smallest free storage that is large enough and not much too large; of several the last: the others may go."""
-        self._collect()
+        if self._lingering:
+            self._collect()
         best: _Free | None = None
         for free in self._free:
-            size = free.storage.nbytes()
-            fits = num_bytes <= size and size * (1 - _WASTE) <= num_bytes
-            if fits and free.storage.device == device and (best is None or size <= best.storage.nbytes()):
+            fits = num_bytes <= free.num_bytes and free.num_bytes * (1 - _WASTE) <= num_bytes
+            if fits and free.device == device and (best is None or free.num_bytes <= best.num_bytes):
                 best = free
         if best is None:
             return None
@@ -132,22 +140,22 @@ class Pool:
 
     def give(self, buffer: torch.Tensor, kind: Kind) -> None:
         """Hand a buffer back: its values are nobody's from here on. One of which someone holds a view is left to them."""
-        tier = self.tier_of(buffer.device)
-        self._ledger.add(kind, -buffer.nbytes, tier)
+        tier, num_bytes = self.tier_of(buffer.device), buffer.nbytes
         if not torch_private.is_shared(buffer):
             if Poison.enabled:
                 poison(buffer)
-            if self._is_kept(kind, tier) and buffer.is_cpu and buffer.nbytes:
+            if num_bytes and self._is_kept(kind, tier) and buffer.is_cpu:
                 with self._lock:
-                    self._free.append(_Free(buffer.untyped_storage()))
-                    self._ledger.add(Kind.POOL, buffer.nbytes, tier)
+                    self._free.append(_Free.of(buffer))
+                    self._ledger.turn(kind, Kind.POOL, num_bytes, tier)
                 return
         elif tier is Tier.HOST:
             with self._lock:
                 self._lingering.append(buffer)
-                self._ledger.add(Kind.POOL, buffer.nbytes, tier)
+                self._ledger.turn(kind, Kind.POOL, num_bytes, tier)
             return
-        self._ledger.add(Kind.POOL, buffer.nbytes - buffer.untyped_storage().nbytes(), tier)
+        self._ledger.add(kind, -num_bytes, tier)
+        self._ledger.add(Kind.POOL, num_bytes - buffer.untyped_storage().nbytes(), tier)
 
     def _collect(self) -> None:
         """Lend again what nobody has a view of any more."""
@@ -157,13 +165,13 @@ class Pool:
             for buffer in free:
                 if Poison.enabled:
                     poison(buffer)
-                self._free.append(_Free(buffer.untyped_storage()))
+                self._free.append(_Free.of(buffer))
 
     @property
     def report(self) -> PoolReport:
         """What is lent, and what lies idle or is wasted."""
         with self._lock:
-            idle = [free.storage.nbytes() for free in self._free if self.tier_of(free.storage.device) is Tier.DEVICE]
+            idle = [free.num_bytes for free in self._free if self.tier_of(free.device) is Tier.DEVICE]
             lent_bytes = sum(self._ledger.live(kind) for kind in _LENT)
             slack_bytes = self._ledger.live(Kind.POOL) - sum(idle)
         return PoolReport(lent_bytes, slack_bytes, sum(idle), max(idle, default=0), len(idle))
@@ -192,7 +200,7 @@ class Pool:
     def _drop(self, dropped: list[_Free]) -> None:
         for free in dropped:
             self._free.remove(free)
-            self._ledger.add(Kind.POOL, -free.storage.nbytes(), self.tier_of(free.storage.device))
+            self._ledger.add(Kind.POOL, -free.num_bytes, self.tier_of(free.device))
 
 
 def poison(buffer: torch.Tensor) -> None:

@@ -25,22 +25,29 @@ if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
 
 
+@dataclass(slots=True)
+class _Tally:
+    """The gradients of one unit that have come in a pass. ``missing``: parameters that have brought none in this round; ``goal``: how
+    many gradients there were in the last pass that used them all, or 0.
+    """
+
+    missing: set[int]
+    goal: int
+    num_grads: int = 0
+    num_rounds: int = 0
+
+
 @dataclass
 class _Pass:
-    """One backward pass of autograd. ``opened``: units that the schedule opens; ``needed``: those whose values were read.
-
-    ``num_grads`` counts the gradients that have come, by unit; ``goals`` how many there were in the last pass that used them all.
-    """
+    """One backward pass of autograd. ``opened``: units that the schedule opens; ``needed``: those whose values were read."""
 
     script: Script
     is_synced: bool
     task: int
-    goals: Counter[str]
+    goals: dict[str, int]
     opened: frozenset[str]
     needed: set[str] = field(default_factory=set)
-    missing: dict[str, set[int]] = field(default_factory=dict)
-    num_rounds: Counter[str] = field(default_factory=Counter)
-    num_grads: Counter[str] = field(default_factory=Counter)
+    tallies: dict[str, _Tally] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
 
 
@@ -56,7 +63,7 @@ class Backward:
         self.use_plan(engine.plan)
         self._pass: _Pass | None = None
         self._leases: Counter[str] = Counter()
-        self._num_grads: dict[str, Counter[str]] = {}
+        self._num_grads: dict[str, dict[str, int]] = {}
         self.moments: tuple[Moment, ...] = ()
         self.strays: tuple[str, ...] = ()
 
@@ -86,7 +93,7 @@ class Backward:
             opening = schedule.phase(Point.PRE_BACKWARD) if self._is_sharded else ()
             self._executor.keep(frozenset())
             self._engine.reducer.forget_cleared()
-            goals = self._num_grads.get(entry, Counter())
+            goals = self._num_grads.get(entry, {})
             opened = frozenset(each.moment.unit for each in opening)
             self._pass = _Pass(Script(opening), self._engine.is_synced, torch_private.graph_task(), goals, opened)
             if self._pass.is_synced:
@@ -174,45 +181,36 @@ class Backward:
             grad = RAW_GRAD.__get__(state.compute)
             if grad is None:
                 return None
-            missing = running.missing.get(unit)
-            if not missing:
-                flats = self._executor.units[unit].flats
-                missing = {id(p) for flat in flats for p in flat.params if p.compute.requires_grad}
-                running.missing[unit] = missing
-            running.num_grads[unit] += 1
+            tally = running.tallies.get(unit)
+            if tally is None:
+                tally = running.tallies[unit] = _Tally(self._expected(unit), running.goals.get(unit, 0))
+            elif not tally.missing:
+                tally.missing = self._expected(unit)
+            tally.num_grads += 1
             try:
                 self._engine.reducer.accumulate(state, grad, self._engine.weight)
             finally:
                 del grad
                 RAW_GRAD.__set__(state.compute, None)  # Its memory goes here.
-        missing.discard(id(state))
-        if not missing:
-            self._finish_round(unit, running)
-        if self._is_complete(unit, running):
+        tally.missing.discard(id(state))
+        if not tally.missing:
+            self._finish_round(unit, tally)
+        if tally.num_rounds and _is_complete(tally, running):
             running.moments.append(Moment(Point.POST_BACKWARD, unit))
             if running.is_synced:
                 self._engine.reducer.mark_ready(unit)
 
-    def _finish_round(self, unit: str, running: _Pass) -> None:
+    def _expected(self, unit: str) -> set[int]:
+        """Parameters of a unit that bring a gradient each."""
+        return {id(state) for flat in self._executor.units[unit].flats for state in flat.params if state.compute.requires_grad}
+
+    def _finish_round(self, unit: str, tally: _Tally) -> None:
         """Every parameter of a unit has brought a gradient; reentrant checkpoints may bring more of them."""
         while self._leases[unit]:
             self._leases[unit] -= 1
             self._executor.release(unit)
-        running.num_rounds[unit] += 1
+        tally.num_rounds += 1
         self._engine.meter.tracer.lap("backward", unit)
-
-    def _is_complete(self, unit: str, running: _Pass) -> bool:
-        """Whether the gradient that has just come is the last of its unit.
-
-        Reentrant checkpoints bring gradients several times, and not of all parameters as often: how many there are is known from
-        the last pass. In the first one such units are reduced at the end.
-        """
-        if running.num_rounds[unit] == 0:
-            return False
-        if running.goals[unit]:
-            return running.num_grads[unit] == running.goals[unit]
-        is_nested = torch_private.graph_task() != running.task
-        return running.num_rounds[unit] == 1 and not running.missing[unit] and not is_nested
 
     def _end(self) -> None:
         """The pass has ended: catch up on gathers, give leases back, and bring the gradients together."""
@@ -225,12 +223,12 @@ class Backward:
         self._executor.visit(running.script.finish(), None)
         self.strays = tuple(running.script.strays)
         self.release_all()
-        if not running.num_grads:
+        if not running.tallies:
             if self._engine.disk is not None:  # No later moment would tell.
                 self._engine.disk.refuse_failed("Gradients cannot be relied on.")
             return
         # Where not all parameters were used there is nothing to go by: the next pass may use more.
-        counts = Counter({unit: num for unit, num in running.num_grads.items() if running.num_rounds[unit]})
+        counts = {unit: tally.num_grads for unit, tally in running.tallies.items() if tally.num_rounds}
         self._num_grads[self._engine.forward.last_entry] = counts
         self.moments = self._moments_of(running)
         if running.is_synced:
@@ -274,3 +272,15 @@ class Backward:
         """A pass has failed: forget it."""
         self._pass = None
         self._leases.clear()
+
+
+def _is_complete(tally: _Tally, running: _Pass) -> bool:
+    """Whether the gradient that has just come is the last of its unit.
+
+    Reentrant checkpoints bring gradients several times, and not of all parameters as often: how many there are is known from
+    the last pass. In the first one such units are reduced at the end.
+    """
+    if tally.goal:
+        return tally.num_grads == tally.goal
+    is_nested = torch_private.graph_task() != running.task
+    return tally.num_rounds == 1 and not tally.missing and not is_nested

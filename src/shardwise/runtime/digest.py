@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from types import MappingProxyType
 
 import torch
@@ -69,15 +70,16 @@ def summarize(
     """
     comm = executor.lanes.gather
     flats = live_flats(executor)
-    sizes = [sum(_num_integers(flat, rank) for flat in flats) for rank in range(comm.size)]
-    cuts = [0, *(sum(sizes[: rank + 1]) for rank in range(comm.size))]
-    parts = [_local_part(flat, comm.rank, power, squares.get(id(flat))) for flat in flats]
+    pieces = [[(flat, _pieces_on(flat, rank)) for flat in flats] for rank in range(comm.size)]
+    sizes = [sum(len(held) * _width(flat) for flat, held in row) for row in pieces]
+    cuts = [0, *accumulate(sizes)]
+    parts = [_local_part(flat, comm.rank, held, power, squares.get(id(flat))) for flat, held in pieces[comm.rank]]
     buffer = torch.zeros(cuts[-1], dtype=torch.int64)
     if parts:
         buffer[cuts[comm.rank] : cuts[comm.rank + 1]] = torch.cat([rows.flatten().cpu() for rows in _rows_of(parts)])
     if comm.size > 1 and cuts[-1]:
         buffer = _gather_integers(buffer, cuts, comm, executor, flats)
-    return _combine(flats, buffer.tolist(), cuts, comm)
+    return _combine(flats, pieces, buffer.tolist())
 
 
 def _gather_integers(
@@ -90,14 +92,18 @@ def _gather_integers(
     return on_device.cpu()
 
 
-def _segments_on(flat: FlatState, rank: int) -> list[tuple[int, int, int]]:
-    """Parameters of which a rank owns a part: index, first element, one past the last."""
+Piece = tuple[int, int, int]
+"""A parameter of which a rank owns a part: index, first element, one past the last."""
+
+
+def _pieces_on(flat: FlatState, rank: int) -> list[Piece]:
     pieces = flat.spec.segments(flat.layout.bounds(rank))
     return [(index, piece.start, piece.stop) for index, piece in enumerate(pieces) if piece.start < piece.stop]
 
 
-def _num_integers(flat: FlatState, rank: int) -> int:
-    return len(_segments_on(flat, rank)) * (exact.num_windows(flat.precision.reduce) + _NUM_COUNTS)
+def _width(flat: FlatState) -> int:
+    """Integers for each parameter of a buffer."""
+    return exact.num_windows(flat.precision.reduce) + _NUM_COUNTS
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,7 @@ def _rows_of(parts: Sequence[_Part]) -> list[torch.Tensor]:
     return [rows[id(part)] for part in parts]
 
 
-def _local_part(flat: FlatState, rank: int, power: float, squares: torch.Tensor | None) -> _Part:
-    segments = _segments_on(flat, rank)
+def _local_part(flat: FlatState, rank: int, segments: Sequence[Piece], power: float, squares: torch.Tensor | None) -> _Part:
     if not segments:
         sums = torch.zeros(0, dtype=exact.accumulation_dtype(flat.precision.reduce), device=flat.device)
         return _Part(sums, [], torch.zeros((0, _NUM_COUNTS), dtype=torch.int64, device=flat.device))
@@ -167,15 +172,17 @@ def _owned_values(flat: FlatState, low: int, high: int) -> torch.Tensor:
     return values
 
 
-def _combine(flats: Sequence[FlatState], integers: list[int], cuts: Sequence[int], comm: Comm) -> dict[int, Summary]:
-    rows: dict[int, list[list[int]]] = {}
-    for rank in range(comm.size):
-        at = cuts[rank]
-        for flat in flats:
-            width = exact.num_windows(flat.precision.reduce) + _NUM_COUNTS
-            for index, _, _ in _segments_on(flat, rank):
-                rows.setdefault(id(flat.params[index]), []).append(integers[at : at + width])
-                at += width
+def _combine(
+    flats: Sequence[FlatState], pieces: Sequence[Sequence[tuple[FlatState, Sequence[Piece]]]], integers: Sequence[int]
+) -> dict[int, Summary]:
+    """What all ranks found of each parameter. ``integers``: rank by rank, buffer by buffer, a row for each piece."""
+    rows: dict[int, list[Sequence[int]]] = {}
+    at = 0
+    for flat, held in chain.from_iterable(pieces):
+        width = _width(flat)
+        for index, _, _ in held:
+            rows.setdefault(id(flat.params[index]), []).append(integers[at : at + width])
+            at += width
     summaries = {}
     for flat in flats:
         for state in flat.params:

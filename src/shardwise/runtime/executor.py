@@ -118,7 +118,7 @@ class Executor:
         """What the allocator had given out beside the ledger before the first step: it is nobody's that is known here."""
         self._most_bytes = 0
         """What it had given out at most, when it was last looked at."""
-        self._memory: dict[int, tuple[UnitState, FlatState]] = {}
+        self.memory: dict[int, tuple[UnitState, FlatState]] = {}
         """To which unit a gathered buffer belongs, by the key of its storage."""
 
     def fetch(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Executor:
         """The buffer into which a flat is gathered."""
         if flat.full is None:
             flat.full = self._take(flat)
-            self._memory[torch_private.storage_key(flat.full)] = (state, flat)
+            self.memory[torch_private.storage_key(flat.full)] = (state, flat)
         return flat.full
 
     def fill(self, flat: FlatState, room: Room, label: str) -> Handle:
@@ -295,7 +295,7 @@ class Executor:
         state.receipts.clear()
         for flat in state.flats:
             if flat.is_fetched and flat.full is not None:
-                self._memory.pop(torch_private.storage_key(flat.full), None)
+                self.memory.pop(torch_private.storage_key(flat.full), None)
                 buffer, flat.full = flat.full, None
                 self._give(flat, buffer)
         state.residency = Residency.RELEASED
@@ -429,7 +429,7 @@ class Executor:
 
     def find(self, tensor: torch.Tensor) -> tuple[UnitState, FlatState] | None:
         """The unit in whose gathered buffer a tensor lies."""
-        return self._memory.get(torch_private.storage_key(tensor)) if self._memory else None
+        return self.memory.get(torch_private.storage_key(tensor)) if self.memory else None
 
     def refresh(self, names: Iterable[str], *, with_frozen: bool = False) -> None:
         """Bring updated shards into the full buffers that stay resident (stages 0 to 2)."""

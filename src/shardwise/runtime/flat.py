@@ -126,12 +126,14 @@ class ParamState:
         """Put a tensor into the modules where another stood, with what users have set on that one."""
         if before is param:
             return
-        module, name = self.places[0]
-        if before.requires_grad != param.requires_grad and module._parameters.get(name) is before:
-            param.requires_grad_(before.requires_grad)
+        is_first = True
         for module, name in self.places:
-            if module._parameters.get(name) is before:
-                module._parameters[name] = param
+            params = module._parameters
+            if params.get(name) is before:
+                params[name] = param
+                if is_first and before.requires_grad != param.requires_grad:
+                    param.requires_grad_(before.requires_grad)
+            is_first = False
         if before.__dict__:
             carry_attributes(before, param)
 

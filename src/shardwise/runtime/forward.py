@@ -280,12 +280,12 @@ class Chain:
     def __init__(self, engine: Engine, covered: tuple[Any, Any] | None) -> None:
         self.engine = engine
         self.covered = covered
-        self._find = engine.executor.find
+        self._memory = engine.executor.memory
         self._room = engine.activations
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Save a place for a view of a gathered buffer; anything else as before."""
-        hit = self._find(tensor)
+        hit = self._memory.get(torch_private.storage_key(tensor)) if self._memory else None
         if hit is not None:
             unit, flat = hit
             if flat.full is not None and tensor.dtype == flat.full.dtype:
@@ -305,9 +305,9 @@ class Chain:
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The view again, of wherever the unit is gathered now."""
-        if isinstance(saved, Packed):
+        if type(saved) is Packed:
             return self.engine.backward.restore(saved)
-        if isinstance(saved, Saved) and self._room is not None:
+        if self._room is not None and isinstance(saved, Saved):
             return self._room.bring(saved)
         if self.covered is not None:
             return self.covered[1](saved[0])  # type: ignore[no-any-return]

@@ -98,7 +98,7 @@ class PeerBoard:
     def has_finished(self, sequence: int) -> bool:
         """Whether the rank has read what others brought to a collective."""
         cross_memory.read(self.process, self._address + 8 * _finished_at(sequence), self._cell)
-        return int(self._cell) >= sequence + 1
+        return self._cell.item() >= sequence + 1
 
 
 def new_row() -> torch.Tensor:
