@@ -138,7 +138,7 @@ def counted() -> Iterator[list[tuple[str, int]]]:
         return look
 
     original_read = cross_memory.read
-    boards = {name: looking(getattr(PeerBoard, name)) for name in ("presence", "find", "has_finished")}
+    boards = {name: looking(getattr(PeerBoard, name)) for name in ("is_there", "find", "has_finished")}
     names = ("broadcast", "all_gather_single", "all_to_all_single", "batch_isend_irecv")
     others = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "gather", "send")
     refused = {name: mock.Mock(side_effect=AssertionError(f"{name} is not counted here")) for name in others}

@@ -179,7 +179,7 @@ def read_when_the_other_leaves(rank: int, store: str, answers: Any) -> None:
     assert isinstance(comm, HostComm)
     handle = comm.gather_small(torch.tensor([rank + 1]), label="ranks")
     with suppress(OSError):
-        while rank == 0 and not comm._peers[1].presence().is_leaving:
+        while rank == 0 and comm._peers[1].is_there() and not comm._peers[1].is_leaving:
             time.sleep(0.001)
     handle.wait()
     answers.put([] if handle.result is None else handle.result.flatten().tolist())

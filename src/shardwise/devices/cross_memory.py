@@ -38,7 +38,7 @@ def _library() -> Any:
 
 def is_available() -> bool:
     """Whether this system can do it at all; whether a certain process may be read shows when it is tried."""
-    return _library() is not None
+    return _library() is not None and hasattr(os, "memfd_create")
 
 
 def allow_reading() -> None:

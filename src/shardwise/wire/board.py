@@ -1,13 +1,17 @@
-"""Boards on which ranks of one host tell each other where bytes lie and what was read: rows of integers in a rank's own memory.
+"""Boards on which ranks of one host tell each other where bytes lie and what was read: rows of integers in memory that they share.
 
-The owner alone writes; peers read it through the kernel. A row may be seen half written: its last cell shows whether it was.
+The owner alone writes. A row may be seen half written: its last cell shows whether it was. The memory belongs to a file without a
+name, which is gone with the last process that holds it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import secrets
-from array import array
 from typing import NamedTuple
+from weakref import finalize
 
 import torch
 
@@ -16,6 +20,7 @@ from shardwise.devices import cross_memory
 NUM_ROWS = 1024
 """Collectives of one lane that a rank may be ahead of another."""
 _ROW_WIDTH = 4
+_NUM_BYTES = 8 * (_ROW_WIDTH + NUM_ROWS * (_ROW_WIDTH + 1))
 
 
 class Board:
@@ -28,13 +33,15 @@ class Board:
     def __init__(self) -> None:
         self.nonce = secrets.randbits(62)
         self._next = 0
-        self._cells = array("q", bytes(8 * (_ROW_WIDTH + NUM_ROWS * (_ROW_WIDTH + 1))))
-        self._cells[0] = self.nonce
-
-    @property
-    def address(self) -> int:
+        self.file = os.memfd_create("shardwise-board")
+        """Under which number peers find the file among those of this process."""
+        finalize(self, os.close, self.file)
+        os.ftruncate(self.file, _NUM_BYTES)
+        shared = mmap.mmap(self.file, _NUM_BYTES)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
         """Where it lies in this process."""
-        return self._cells.buffer_info()[0]
+        self._cells = memoryview(shared).cast("q")
+        self._cells[0] = self.nonce
 
     @property
     def num_rows(self) -> int:
@@ -61,49 +68,63 @@ class Board:
         self._cells[2] = self._next
 
 
-class Presence(NamedTuple):
-    """What a board says of its rank: whether it is there at all, whether it reads nothing more, and what it has read up to."""
+class BoardFacts(NamedTuple):
+    """Where peers find a board: the process, the number of its file there, the address of its memory there, and what it begins with."""
 
-    is_there: bool
-    is_leaving: bool
-    read_until: int
+    process: int
+    file: int
+    address: int
+    nonce: int
 
 
 class PeerBoard:
-    """Another rank's board. Every method raises OSError if the process is gone or may not be read.
+    """Another rank's board, as it is now. It can still be read when the process is gone.
 
-    ``row`` is room for what is read: the boards of one lane, which are read in turn, share it.
+    Raises:
+        OSError: This process cannot open it.
     """
 
-    def __init__(self, process: int, address: int, nonce: int, row: torch.Tensor) -> None:
-        self.process = process
-        self._address = address
-        self._nonce = nonce
-        self._row = row
-        self._cell = row[:1]
+    def __init__(self, facts: BoardFacts) -> None:
+        self.process = facts.process
+        self._facts = facts
+        file = os.open(f"/proc/{facts.process}/fd/{facts.file}", os.O_RDONLY)
+        try:
+            if os.fstat(file).st_size != _NUM_BYTES:
+                raise OSError(f"process {facts.process} has another file under this number")
+            self._cells = memoryview(mmap.mmap(file, _NUM_BYTES, prot=mmap.PROT_READ)).cast("q")
+        finally:
+            os.close(file)
 
-    def presence(self) -> Presence:
-        """Whether the process is still the rank, and how far it is."""
-        cross_memory.read(self.process, self._address, self._row)
-        nonce, is_leaving, read_until, _ = self._row.tolist()
-        return Presence(nonce == self._nonce, bool(is_leaving), read_until)
+    def is_there(self) -> bool:
+        """Whether the process is still the rank. Asks the kernel.
+
+        Raises:
+            OSError: The process is gone, or it may not be read.
+        """
+        row = torch.empty(1, dtype=torch.int64)
+        cross_memory.read(self.process, self._facts.address, row)
+        return row.item() == self._cells[0] == self._facts.nonce
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the rank has said that it reads nothing more."""
+        return bool(self._cells[1])
+
+    @property
+    def read_until(self) -> int:
+        """The first collective of which the rank has not read all that others brought."""
+        return self._cells[2]
 
     def find(self, sequence: int) -> tuple[int, int] | None:
         """Where the rank's bytes lie and how many there are, or None if it has not come to a collective."""
-        cross_memory.read(self.process, self._address + 8 * _announced_at(sequence), self._row)
-        stamp, address, num_bytes, check = self._row.tolist()
+        at = _announced_at(sequence)
+        stamp, address, num_bytes, check = self._cells[at : at + _ROW_WIDTH]
         is_there = stamp == sequence + 1 and check == _check(stamp, address, num_bytes)
         return (address, num_bytes) if is_there else None
 
     def has_finished(self, sequence: int) -> bool:
         """Whether the rank has read what others brought to a collective."""
-        cross_memory.read(self.process, self._address + 8 * _finished_at(sequence), self._cell)
-        return self._cell.item() >= sequence + 1
-
-
-def new_row() -> torch.Tensor:
-    """Room for a row of a board."""
-    return torch.zeros(_ROW_WIDTH, dtype=torch.int64)
+        return self._cells[_finished_at(sequence)] >= sequence + 1
 
 
 def _announced_at(sequence: int) -> int:

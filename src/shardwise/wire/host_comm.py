@@ -7,6 +7,7 @@ memory. What lies at an address must stay there until all have read it: ``Handle
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -21,11 +22,13 @@ from weakref import WeakSet
 import torch
 
 from shardwise.devices import cross_memory
-from shardwise.wire.board import Board, PeerBoard, new_row
+from shardwise.wire.board import Board, BoardFacts, PeerBoard
 from shardwise.wire.comm import Exchange, Handle, Moved, Room, gather_bytes, put_in_place
 from shardwise.wire.torch_comm import TorchComm, raw_bytes
 
 _FAREWELL_SECONDS = 60.0
+_LOOKS = 64
+"""Looks at a board in vain before the kernel is asked whether its process is still there."""
 
 
 class _Receipt(NamedTuple):
@@ -60,6 +63,7 @@ class HostComm:
         self._peers = peers
         self._deadline_seconds = deadline.total_seconds()
         self._sequence = 0
+        self._num_looks = 0
         self._unread: dict[int, torch.Tensor] = {}
         self._read_until = dict.fromkeys(self._others, 0)
         """The first collective of this rank that a peer had not read when it was last asked."""
@@ -206,15 +210,12 @@ class HostComm:
                 self._board.finish(sequence)
 
         def poll() -> bool:
-            try:
-                for peer in self._others:
-                    if peer not in seen:
-                        row = self._peers[peer].find(sequence)
-                        if row is None:
-                            return False
-                        seen[peer] = row
-            except OSError:
-                pass  # A peer is gone: waiting ends at once, and says so.
+            for peer in self._others:
+                if peer not in seen:
+                    row = self._peers[peer].find(sequence)
+                    if row is None:
+                        return self._is_any_gone()  # Then waiting ends at once, and says so.
+                    seen[peer] = row
             return True
 
         receipt = _Receipt(self, sequence, where)
@@ -233,7 +234,7 @@ class HostComm:
             nonlocal found, num_looks
             found = self._peers[peer].find(sequence)
             num_looks += 1
-            if found is None and num_looks % 64 == 0:
+            if found is None and num_looks % _LOOKS == 0:
                 self._check_presence(peer, sequence)
             return found is not None
 
@@ -249,10 +250,10 @@ class HostComm:
     def _check_presence(self, awaited: int, sequence: int) -> None:
         """Do not wait for one who has left, nor where another has died: the one who is waited for may wait for that one."""
         for peer in self._others:
-            presence = self._peers[peer].presence()
-            if not presence.is_there:
-                raise OSError(f"process {self._peers[peer].process} is not rank {peer} any more")
-            if peer == awaited and presence.is_leaving and self._peers[peer].find(sequence) is None:
+            board = self._peers[peer]
+            if not board.is_there():
+                raise OSError(f"process {board.process} is not rank {peer} any more")
+            if peer == awaited and board.is_leaving and board.find(sequence) is None:
                 raise OSError(f"rank {peer} has ended")
 
     def _until(self, is_true: Callable[[], bool], what: str) -> None:
@@ -284,14 +285,19 @@ class HostComm:
             raise self._lane.failed(where, error) from error
 
     def _has_read(self, peer: int, sequence: int) -> bool:
-        try:
-            presence = self._peers[peer].presence()
-            if presence.is_leaving or not presence.is_there:
-                return True
-            self._read_until[peer] = presence.read_until
-            return sequence < presence.read_until or self._peers[peer].has_finished(sequence)
-        except OSError:
-            return True
+        board = self._peers[peer]
+        end = self._read_until[peer] = board.read_until
+        return sequence < end or board.has_finished(sequence) or board.is_leaving or self._is_gone(peer)
+
+    def _is_gone(self, peer: int) -> bool:
+        """Whether a process is not there any more. The kernel is asked now and then: it takes longer than a look at a board."""
+        self._num_looks += 1
+        if self._num_looks % _LOOKS:
+            return False
+        return not _is_there(self._peers[peer])
+
+    def _is_any_gone(self) -> bool:
+        return any([self._is_gone(peer) for peer in self._others])
 
     def leave(self) -> None:
         """Say that this rank will read nothing more."""
@@ -335,18 +341,38 @@ def host_comms(lanes: Sequence[TorchComm], deadline: timedelta) -> list[HostComm
     _let_go()
     _say_farewell_at_the_end()
     first = lanes[0]
-    boards = [Board() for _ in lanes]
+    boards = _own_boards(len(lanes))
     cross_memory.allow_reading()
-    mine = [cross_memory.is_available(), os.getpid(), *(part for board in boards for part in (board.address, board.nonce))]
-    told = gather_bytes(first, " ".join(str(int(number)) for number in mine).encode(), label="boards")
-    facts = [[int(word) for word in text.split()] for text in told]
-    rows = [new_row() for _ in lanes]
-    peers = [[PeerBoard(fact[1], fact[2 + 2 * at], fact[3 + 2 * at], row) for fact in facts] for at, row in enumerate(rows)]
-    can_read = all(row[0] for row in facts) and all(_is_there(peer) for column in peers for peer in column)
+    mine = [BoardFacts(os.getpid(), board.file, board.address, board.nonce) for board in boards]
+    told = gather_bytes(first, json.dumps(mine).encode(), label="boards")
+    peers = _open_boards([json.loads(text) for text in told])
+    can_read = peers is not None
     verdicts = gather_bytes(first, b"y" if can_read else b"n", label="whether ranks can read each other's memory")
-    if any(verdict != b"y" for verdict in verdicts):
+    if peers is None or any(verdict != b"y" for verdict in verdicts):
         return None
-    return [HostComm(lane, board, peers[at], deadline) for at, (lane, board) in enumerate(zip(lanes, boards, strict=True))]
+    return [HostComm(lane, board, row, deadline) for lane, board, row in zip(lanes, boards, peers, strict=True)]
+
+
+def _own_boards(num_lanes: int) -> list[Board]:
+    """One for each lane; none where the system has no such memory."""
+    if not cross_memory.is_available():
+        return []
+    try:
+        return [Board() for _ in range(num_lanes)]
+    except OSError:
+        return []
+
+
+def _open_boards(told: Sequence[Sequence[Sequence[int]]]) -> list[list[PeerBoard]] | None:
+    """All ranks' boards, lane by lane, or None if a rank has none or cannot be read. In another container, a process's number means
+    another one."""
+    try:
+        by_rank = [[PeerBoard(BoardFacts(*facts)) for facts in rank] for rank in told]
+    except OSError:
+        return None
+    if not all(by_rank) or not all(_is_there(board) for rank in by_rank for board in rank):
+        return None
+    return [list(lane) for lane in zip(*by_rank, strict=True)]
 
 
 def _let_go() -> None:
@@ -356,8 +382,8 @@ def _let_go() -> None:
 
 
 def _is_there(peer: PeerBoard) -> bool:
-    """Whether a process is the rank it is taken for, and may be read. In another container, its number means another one."""
+    """Whether a process is the rank it is taken for, and may be read."""
     try:
-        return peer.presence().is_there
+        return peer.is_there()
     except OSError:
         return False
