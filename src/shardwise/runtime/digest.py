@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain
 from types import MappingProxyType
 
@@ -19,6 +20,10 @@ from shardwise.wire.comm import Comm
 
 _NUM_COUNTS = 3
 """Counts behind the windows of a sum: non-finite values, NaN, and blocks that overflow."""
+
+
+Piece = tuple[int, int, int]
+"""A parameter of which a rank owns a part: index, first element, one past the last."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,73 @@ class Summary:
         return math.sqrt(self.power_sum) if power == 2.0 else self.power_sum ** (1.0 / power)
 
 
+_NONE = Summary(0.0, 0, 0)
+
+
+@dataclass
+class Summaries:
+    """Summaries of all reduced gradients, by the identity of the parameter's state.
+
+    Norms are worked out when the first of them is asked for: every step needs the verdict, but not every loop clips or logs.
+    """
+
+    flats: Sequence[FlatState]
+    pieces: Sequence[Sequence[tuple[FlatState, Sequence[Piece]]]]
+    integers: torch.Tensor
+    """Rank by rank, buffer by buffer, a row for each piece."""
+
+    def of(self, state: ParamState) -> Summary:
+        """What all ranks know of a parameter's gradient."""
+        return self._by_state.get(id(state), _NONE)
+
+    @property
+    def nonfinite(self) -> frozenset[int]:
+        """Parameters with inf or nan, by the identity of their states."""
+        widths = {_width(flat) for flat in self.flats}
+        if len(widths) == 1 and not bool(self.integers.view(-1, *widths)[:, -_NUM_COUNTS].any()):
+            return frozenset()
+        return frozenset(key for key, summary in self._by_state.items() if summary.num_nonfinite)
+
+    @cached_property
+    def _by_state(self) -> dict[int, Summary]:
+        rows: dict[int, list[Sequence[int]]] = {}
+        integers, at = self.integers.tolist(), 0
+        for flat, held in chain.from_iterable(self.pieces):
+            width = _width(flat)
+            for index, _, _ in held:
+                rows.setdefault(id(flat.params[index]), []).append(integers[at : at + width])
+                at += width
+        return {
+            id(state): _summary(rows.get(id(state), []), flat.precision.reduce) for flat in self.flats for state in flat.params
+        }
+
+
+def _summary(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> Summary:
+    """What ranks found of one parameter: the windows of a sum and counts, from each that has a part of it."""
+    nonfinite = nan = overflow = 0
+    for row in rows:
+        nonfinite, nan, overflow = nonfinite + row[-3], nan + row[-2], overflow + row[-1]
+    windows = [row[:-_NUM_COUNTS] for row in rows]
+    return Summary(math.inf if overflow else exact.from_windows(windows, dtype), nonfinite, nan)
+
+
 @dataclass
 class Digest:
-    """Summaries by parameter and power, valid until gradients change."""
+    """Summaries by power, valid until gradients change; and the largest absolute values, by the identity of the parameter's state."""
 
-    by_power: dict[float, dict[int, Summary]] = field(default_factory=dict)
+    by_power: dict[float, Summaries] = field(default_factory=dict)
+    largest: dict[int, float] | None = None
     is_stale: bool = False
+
+    def norm(self, state: ParamState, power: float, executor: Executor) -> float:
+        """The norm of one reduced gradient over all ranks. A collective, the first time that a power is asked for."""
+        if math.isinf(power):
+            if self.largest is None:
+                self.largest = largest(executor)
+            return self.largest.get(id(state), 0.0)
+        if power not in self.by_power:
+            self.by_power[power] = summarize(executor, power)
+        return self.by_power[power].of(state).norm(power)
 
 
 def live_flats(executor: Executor) -> list[FlatState]:
@@ -60,10 +126,8 @@ def _reduced(state: ParamState) -> torch.Tensor | None:
     return held.part if isinstance(held, GradFace) else None
 
 
-def summarize(
-    executor: Executor, power: float, squares: Mapping[int, torch.Tensor] = MappingProxyType({})
-) -> dict[int, Summary]:
-    """Summaries of all reduced gradients, by the identity of the parameter's state. A collective.
+def summarize(executor: Executor, power: float, squares: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Summaries:
+    """Summaries of all reduced gradients. A collective.
 
     Args:
         squares: Sums of squares of the blocks of this rank's parts, by the identity of the buffer's state, where they are known.
@@ -79,7 +143,7 @@ def summarize(
         buffer[cuts[comm.rank] : cuts[comm.rank + 1]] = torch.cat([rows.flatten().cpu() for rows in _rows_of(parts)])
     if comm.size > 1 and cuts[-1]:
         buffer = _gather_integers(buffer, cuts, comm, executor, flats)
-    return _combine(flats, pieces, buffer.tolist())
+    return Summaries(flats, pieces, buffer)
 
 
 def _gather_integers(
@@ -90,10 +154,6 @@ def _gather_integers(
     handle = comm.all_gather(on_device, cuts, label="the digest of gradients")
     executor.wait(handle, "digest", "")
     return on_device.cpu()
-
-
-Piece = tuple[int, int, int]
-"""A parameter of which a rank owns a part: index, first element, one past the last."""
 
 
 def _pieces_on(flat: FlatState, rank: int) -> list[Piece]:
@@ -170,30 +230,6 @@ def _owned_values(flat: FlatState, low: int, high: int) -> torch.Tensor:
             if start < stop:
                 values[start - low : stop - low] = face.buffer.read(start, stop)
     return values
-
-
-def _combine(
-    flats: Sequence[FlatState], pieces: Sequence[Sequence[tuple[FlatState, Sequence[Piece]]]], integers: Sequence[int]
-) -> dict[int, Summary]:
-    """What all ranks found of each parameter. ``integers``: rank by rank, buffer by buffer, a row for each piece."""
-    rows: dict[int, list[Sequence[int]]] = {}
-    at = 0
-    for flat, held in chain.from_iterable(pieces):
-        width = _width(flat)
-        for index, _, _ in held:
-            rows.setdefault(id(flat.params[index]), []).append(integers[at : at + width])
-            at += width
-    summaries = {}
-    for flat in flats:
-        for state in flat.params:
-            found = rows.get(id(state), [])
-            nonfinite = nan = overflow = 0
-            for row in found:
-                nonfinite, nan, overflow = nonfinite + row[-3], nan + row[-2], overflow + row[-1]
-            windows = [row[:-_NUM_COUNTS] for row in found]
-            total = math.inf if overflow else exact.from_windows(windows, flat.precision.reduce)
-            summaries[id(state)] = Summary(total, nonfinite, nan)
-    return summaries
 
 
 def largest(executor: Executor) -> dict[int, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ class Engine:
         self.num_skipped_in_a_row = 0
         self.after_step: Callable[[], None] | None = None
         self.adaptations: list[Adaptation] = []
-        self._nonfinite: dict[int, bool] = {}
+        self._nonfinite: frozenset[int] = frozenset()
         self._hooked: dict[int, int] = {}
         self._pinned: set[str] = set()
         self._also_opened: dict[str, list[str]] = {}
@@ -367,15 +366,7 @@ class Engine:
         """The norm of one reduced gradient over all ranks; from the last digest, or a new one if gradients have changed."""
         if self.digest.is_stale:
             self.digest = digest.Digest()
-        if power not in self.digest.by_power:
-            if math.isinf(power):
-                found = digest.largest(self.executor)
-                summaries = {key: digest.Summary(value, 0, 0) for key, value in found.items()}
-            else:
-                summaries = digest.summarize(self.executor, power)
-            self.digest.by_power[power] = summaries
-        summary = self.digest.by_power[power].get(id(state), digest.Summary(0.0, 0, 0))
-        norm = summary.power_sum if math.isinf(power) else summary.norm(power)
+        norm = self.digest.norm(state, power, self.executor)
         held = state.segment.grad
         if isinstance(held, GradFace) and held.factor is not None:
             norm *= abs(float(held.factor))
@@ -387,7 +378,7 @@ class Engine:
 
     def has_nonfinite(self, state: ParamState) -> bool:
         """Whether the last backward brought inf or nan for a parameter, on any rank."""
-        return self._nonfinite.get(id(state), False)
+        return id(state) in self._nonfinite
 
     # Where ranks come to agree
 
@@ -413,7 +404,7 @@ class Engine:
     def draw_digest(self, squares: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
         """Sum up the reduced gradients on all ranks, and note which are not finite. A collective."""
         self.digest = digest.Digest({2.0: digest.summarize(self.executor, 2.0, squares)})
-        self._nonfinite = {key: summary.num_nonfinite > 0 for key, summary in self.digest.by_power[2.0].items()}
+        self._nonfinite = self.digest.by_power[2.0].nonfinite
 
     def _adopt_trace(self) -> None:
         """All ranks saw the same moments: take them as the order of the next steps."""
@@ -443,7 +434,8 @@ class Engine:
             self.reducer.forget_cleared()
             self.synchronize()
         self.executor.before_change()
-        bad = [state.spec.name for state in self.params if self.has_nonfinite(state) and state.segment.grad is not None]
+        suspects = self.params if self._nonfinite else ()
+        bad = [state.spec.name for state in suspects if self.has_nonfinite(state) and state.segment.grad is not None]
         if not bad or self.plan.nonfinite == "keep":
             self.num_skipped_in_a_row = 0
             return True
