@@ -78,10 +78,11 @@ class Reducer:
         flat = state.flat
         if flat.local is None and not self._most_in_flight:
             self._complete_ready()  # What they hold is needed now.
-        self._executor.note_activations()
-        if flat.local is None and self._take_over(state, grad, weight):
-            return
+        if self._executor.is_lean:
+            self._executor.note_activations()
         if flat.local is None:
+            if self._take_over(state, grad, weight):
+                return
             flat.local = self._take(flat, flat.layout.numel, Kind.FULL_GRAD)
         target = state.spec.view(flat.local)
         grad = grad.to_dense() if grad.layout is not torch.strided else grad
