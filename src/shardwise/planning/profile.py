@@ -1,7 +1,7 @@
 """What one step of a model computes and holds, moment by moment: the common ground of predicted memory and predicted time.
 
-Knows nothing of ranks, stages, tiers and hardware. A profile comes from a run of the user's module on fake tensors, or, for a bare size,
-from formulas; whoever reads it need not care which.
+Knows nothing of ranks, stages, tiers and hardware. A profile comes from a run of the user's module on fake tensors, or, for a bare
+size, from formulas; whoever reads it need not care which.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Profile:
-    """A step of one micro-batch: units, the order of moments, and a span after each of them: those of the forward, then of the backward.
+    """A step of one micro-batch: units, the order of moments, and a span after each: those of the forward, then of the backward.
 
-    ``param_dtype`` is the dtype in which it was computed (``"float32"``, ``"bfloat16"``, ...), ``num_tokens`` and ``num_samples`` what one
-    micro-batch holds. ``input_bytes`` is what the model is given; ``source`` says how it was found: ``"fake"`` or ``"closed form"``.
+    ``param_dtype`` is the dtype in which it was computed (``"float32"``, ``"bfloat16"``, ...), ``num_tokens`` and ``num_samples`` what
+    one micro-batch holds. ``input_bytes`` is what the model is given; ``source`` says how it was found: ``"fake"`` or
+    ``"closed form"``.
     """
 
     units: tuple[Unit, ...]
