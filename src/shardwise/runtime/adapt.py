@@ -57,7 +57,9 @@ class _Adapter:
             return
         self._num_steps += 1
         if self._num_steps == 1:
-            memory.take_peak(engine.device)  # Also of what came before the steps: a checkpoint that was loaded, a first evaluation.
+            memory.take_peak(
+                engine.device
+            )  # Also of what came before the steps: a checkpoint that was loaded, a first evaluation.
             return
         room = self._measure(engine)
         if self._num_steps % LOOK_STEPS:
