@@ -1,5 +1,6 @@
 """The simulated accelerator: what it counts, what it refuses, and that torch, DDP and FSDP2 work on it as on any device."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,41 @@ def test_collectives_between_devices(sim_world: World) -> None:
     assert (first["reduce-scatter"], second["reduce-scatter"]) == ([0.0, 2.0], [4.0, 6.0])
     assert (first["all-to-all"], second["all-to-all"]) == ([0.0, 10.0], [1.0, 11.0])
     assert first["broadcast"] == second["broadcast"] == [2.0, 2.0]
+
+
+def _hold() -> list[int]:
+    rank = dist.get_rank()
+    dist.barrier()
+    before, held = sim.memory(rank).live_bytes, []
+    for _ in range(30):
+        buffer = torch.ones(2 * MEBIBYTE, dtype=torch.uint8, device="sim")
+        work = dist.all_gather_single(buffer, buffer[rank * MEBIBYTE : (rank + 1) * MEBIBYTE], async_op=True)
+        work.wait()
+        del buffer, work
+        held.append(sim.memory(rank).live_bytes - before)
+    return held
+
+
+def test_memory_of_a_collective_is_free_when_nobody_has_it_any_more(sim_world: World) -> None:
+    for held in sim_world.run(_hold, ranks=2):
+        assert not any(held), held
+
+
+def _count_peaks() -> tuple[int, int, int, int]:
+    """Peaks above what there was, by the device and by torch, after torch's were reset and after the device's were."""
+    gc.collect()
+    sim.reset_peak()
+    before = sim.memory().live_bytes
+    torch.empty(2 * MEBIBYTE, dtype=torch.uint8, device="sim")
+    torch.accelerator.reset_peak_memory_stats(0)
+    torch.empty(MEBIBYTE, dtype=torch.uint8, device="sim")
+    found = sim.memory().peak_bytes - before, torch.accelerator.max_memory_allocated(0) - before
+    sim.reset_peak()
+    return *found, sim.memory().peak_bytes - before, torch.accelerator.max_memory_allocated(0) - before
+
+
+def test_the_peak_of_a_device_is_not_that_of_torchs_statistics(sim_world: World) -> None:
+    assert _one(sim_world, _count_peaks) == (2 * MEBIBYTE, MEBIBYTE, 0, 0)
 
 
 def _train(system: str) -> list[torch.Tensor]:

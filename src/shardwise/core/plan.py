@@ -103,8 +103,8 @@ class Plan:
         activations: Where what the forward leaves for the backward rests until it is needed: on the ``device``, the ``host`` or the
             ``disk``; or ``recompute``: the forwards of blocks (units that have modules inside, but no other unit) leave their inputs
             alone, and are run again in the backward.
-        adapt: Whether state is moved, and more or less gathered ahead, by what steps are seen to take: before a device runs out
-            of memory, and back when there is room. The bits are the same.
+        adapt: Whether state is moved, and more or less gathered and read ahead, by what steps are seen to take: before a device
+            runs out of memory, and back when there is room. The bits are the same.
         init_seed: Seed for models that are built on the meta device.
         sync: When an update is seen: ``exact``: by the next step; ``delayed``: it is made beside the next step, which computes with the
             weights from before it, and is seen by the one after that.

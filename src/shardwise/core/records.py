@@ -207,7 +207,7 @@ class Adaptation:
         change: What was done, in words.
         reason: Why.
         held_part: Of a device's memory, on the rank that holds the most: expected at the peak.
-        waited_part: Of a step: waited for gathers, by all ranks.
+        waited_part: Of a step: waited for gathers and for the disk, by all ranks.
     """
 
     step: int
@@ -222,7 +222,7 @@ class Adaptation:
         return cls(**plain_fields(cls, values))
 
     def __str__(self) -> str:
-        seen = f"{self.held_part:.0%} of the memory, {self.waited_part:.0%} of a step waited for gathers"
+        seen = f"{self.held_part:.0%} of the memory, {self.waited_part:.0%} of a step waited for gathers and disk"
         return f"After step {self.step}: {self.change}, since {self.reason} ({seen})."
 
 

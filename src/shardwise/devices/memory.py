@@ -78,6 +78,18 @@ def allocated_bytes(device: torch.device) -> int:
     return torch_private.allocated_bytes(device)[0]
 
 
+def take_peak(device: torch.device) -> int:
+    """What an accelerator's allocator had given out at most since this was last asked, beyond what it has given out now.
+
+    Its own statistics begin to look for a peak anew: one that is never reset tells nothing of what is held below it.
+    """
+    if device.type == "cpu":
+        return 0
+    now, most = torch_private.allocated_bytes(device)
+    torch.accelerator.reset_peak_memory_stats(device.index)
+    return most - now
+
+
 def advise(device: torch.device, advice: Callable[[int], str]) -> None:
     """Let a device that runs out of memory say more, if it can: what is advised for its capacity."""
     if sim.is_enabled() and device.type == sim.DEVICE_TYPE:

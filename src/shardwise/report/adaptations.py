@@ -14,6 +14,6 @@ def adaptations(run: RunLog, prefix: str) -> str:
         [Cell(str(each.step), each.step), each.change, each.reason, in_percent(each.held_part), in_percent(each.waited_part)]
         for each in run.adaptations
     ]
-    heads = ["after step", "what was changed", "why", "of the memory, at the peak", "of a step, waited for gathers"]
+    heads = ["after step", "what was changed", "why", "of the memory, at the peak", "of a step, waited for gathers and disk"]
     about = "What all ranks have agreed to change, and what was measured on the rank that held the most."
     return section(f"{prefix}adaptations", "Changes of the plan", table(heads, rows, caption="Changes of the plan"), about)

@@ -139,10 +139,11 @@ def _check(engine: Engine, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         check_optimizer(optimizer, plan, engine.layout_kind)
     if plan.uses_disk:
-        check_budget(plan, need_of(engine.units, _setup(engine, plan), engine.device, num_states_of(optimizers)))
+        check_budget(plan, need_of(engine.units, setup_of(engine, plan), engine.device, num_states_of(optimizers)))
 
 
-def _setup(engine: Engine, plan: Plan) -> Setup:
+def setup_of(engine: Engine, plan: Plan) -> Setup:
+    """What an engine would be built from under a plan."""
     store = None if engine.disk is None else engine.disk.store
     return Setup(plan, engine.lanes, plan.tree or host_tree(engine.lanes.hosts), engine.layout_kind, store)
 
@@ -150,7 +151,7 @@ def _setup(engine: Engine, plan: Plan) -> Setup:
 def _carry_out(engine: Engine, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
     """Have a disk if it is needed, move, and let go of what is not needed any more."""
     had_disk, num_states = engine.disk is not None, num_states_of(optimizers)
-    setup = _setup(engine, plan)
+    setup = setup_of(engine, plan)
     if plan.uses_disk and had_disk:
         make_room(setup, engine.units, engine.device, engine.plan, num_states)
     elif plan.uses_disk:

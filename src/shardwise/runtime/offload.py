@@ -201,6 +201,13 @@ class DiskTier:
             if ticket.error is not None:
                 raise ticket.error
 
+    def use_staging(self, budget_bytes: int) -> None:
+        """Have more or less memory for loads. Waits until nothing is under way."""
+        self.settle()
+        self._joined_seconds += self.staging.wait_seconds
+        self.staging.close()
+        self.staging = self._make_staging(budget_bytes)
+
     def _make_staging(self, budget_bytes: int) -> Staging:
         return Staging(max(budget_bytes, BLOCK_BYTES), on_change=self._book_staging)
 
@@ -258,9 +265,7 @@ class DiskTier:
         """Memory for lines that are about to be written, with whatever values."""
         num_bytes = _room_bytes(lines)
         if num_bytes > self.staging.budget_bytes and self._is_elastic:
-            self.settle()
-            self._joined_seconds += self.staging.wait_seconds
-            self.staging = self._make_staging(LOADS_AT_ONCE * num_bytes)
+            self.use_staging(LOADS_AT_ONCE * num_bytes)
         while True:
             waited_seconds = self.staging.wait_seconds
             try:

@@ -71,10 +71,13 @@ class DiskCounter(Protocol):
 
 
 class Glance(NamedTuple):
-    """A step that was committed: how long it took, what was waited for gathers, and what lay beside the ledger after its forward."""
+    """A step that was committed: how long it took, what was waited for, and what lay beside the ledger after its forward."""
 
     seconds: float
-    waited_seconds: float
+    gather_seconds: float
+    """With what was waited for the disk in forward and backward: parameters that rest there are read for gathers."""
+    disk_seconds: float
+    """By the update."""
     activation_bytes: int
 
 
@@ -103,6 +106,8 @@ class Meter:
         self.disk: DiskCounter | None = None
         """Set if state rests on disk."""
         self.is_on = True
+        self.is_watched = False
+        """Whether what lies beside the ledger after a forward is looked at in every step."""
         self.last: StepRecord | None = None
         self.num_steps = 0
         self.tracer = Tracer(rank, ledger, allocated, clock)
@@ -127,7 +132,7 @@ class Meter:
     def _begin_step(self, now: float) -> None:
         self._begin_seconds = now
         self._phases = dict.fromkeys(Phase, 0.0)
-        self._arrived_seconds = 0.0
+        self._arrived_seconds = self._pass_disk_seconds = 0.0
         self._traffic: dict[tuple[str, str, str], list[float]] = {}
         self._is_committed = False
         self._is_looking = now >= self._look_again_at or self.num_steps % _LOOK_STEPS == _LOOK_STEPS - 1
@@ -148,7 +153,7 @@ class Meter:
         elif self._place is Place.OUTSIDE and self._is_committed and to is not Place.UPDATE:
             self._end_step(self._since)
         since = now if self._since is None else self._since
-        if to is Place.AFTER_FORWARD and self._is_looking:
+        if to is Place.AFTER_FORWARD and (self._is_looking or self.is_watched):
             self._beside_ledger_bytes = max(self._beside_ledger_bytes, self._allocated() - self._ledger.allocated_bytes)
             self._look_seconds += self.clock() - now
         phase = _PHASE_BEFORE.get((self._place, to)) or _PHASE_AT[self._place]
@@ -158,6 +163,7 @@ class Meter:
         self._phases[Phase.COMMUNICATION] += self._waited_seconds
         self._phases[Phase.OTHER] += self._held_up_seconds
         self._phases[Phase.DISK] += on_disk
+        self._pass_disk_seconds += on_disk if phase in (Phase.FORWARD, Phase.BACKWARD) else 0.0
         if self.tracer.is_on:
             self.tracer.add(Lane.LOOP, self._place.value, since, now)
         self._place, self._since, self._waited_seconds, self._held_up_seconds = to, now, 0.0, 0.0
@@ -225,12 +231,13 @@ class Meter:
     def glance(self) -> Glance:
         """The step that was just committed. Activations are 0 where the ledger has them, or nobody has looked."""
         seconds = 0.0 if self._since is None else self._since - self._begin_seconds
-        waited = sum(row[4] for (op, _, _), row in self._traffic.items() if op == "gather")
+        gathered = self._pass_disk_seconds + sum(row[4] for (op, _, _), row in self._traffic.items() if op == "gather")
         is_booked = self._ledger.peak_since_mark(Kind.ACTIVATION) > 0
-        if is_booked or not self._beside_ledger_bytes:
-            return Glance(seconds, waited, 0)
-        between = self._allocated() - self._ledger.live_on(Tier.DEVICE)
-        return Glance(seconds, waited, max(0, self._beside_ledger_bytes - between))
+        activation_bytes = 0
+        if not is_booked and self._beside_ledger_bytes:
+            between = self._allocated() - self._ledger.allocated_bytes
+            activation_bytes = max(0, self._beside_ledger_bytes - between)
+        return Glance(seconds, gathered, self._phases[Phase.DISK] - self._pass_disk_seconds, activation_bytes)
 
     # What users tell and ask
 

@@ -8,6 +8,7 @@
 #include <torch/python.h>
 
 #include <chrono>
+#include <memory>
 
 namespace shardwise::sim {
 
@@ -16,27 +17,47 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-Tensors host_views(const Tensors& tensors) {
+// What a collective works on: the host's views of the device's memory.
+using Holds = std::vector<std::shared_ptr<at::Tensor>>;
+
+// A view that holds on to the device's memory until it goes, or until the hold is emptied: the thread that ran a collective lets go of
+// its tensors some time after it has told that it is over, and nobody could say when that memory is free again.
+at::Tensor lend(const at::Tensor& tensor, Holds& holds) {
+  auto hold = std::make_shared<at::Tensor>(host_view(tensor));
+  const at::Tensor& view = *hold;
+  auto lent = at::from_blob(view.data_ptr(), view.sizes(), view.strides(), [hold](void*) {}, view.options());
+  holds.push_back(std::move(hold));
+  return lent;
+}
+
+Tensors lend(const Tensors& tensors, Holds& holds) {
   Tensors views;
   for (const auto& tensor : tensors) {
-    views.push_back(host_view(tensor));
+    views.push_back(lend(tensor, holds));
   }
   return views;
 }
 
-std::vector<Tensors> host_views(const std::vector<Tensors>& lists) {
+std::vector<Tensors> lend(const std::vector<Tensors>& lists, Holds& holds) {
   std::vector<Tensors> views;
   for (const auto& list : lists) {
-    views.push_back(host_views(list));
+    views.push_back(lend(list, holds));
   }
   return views;
 }
 
-// A collective of the host's, whose result is the device's tensors. Keeps them until it has ended.
+// A collective of the host's, whose result is the device's tensors. When it goes and is over, their memory is held here no more.
 class SimWork final : public c10d::Work {
  public:
-  SimWork(WorkPtr inner, Tensors kept, Tensors results)
-      : inner_(std::move(inner)), kept_(std::move(kept)), results_(std::move(results)) {}
+  SimWork(WorkPtr inner, Holds holds, Tensors results)
+      : inner_(std::move(inner)), holds_(std::move(holds)), results_(std::move(results)) {}
+  ~SimWork() override {
+    if (inner_->isCompleted()) {
+      for (const auto& hold : holds_) {
+        *hold = at::Tensor();
+      }
+    }
+  }
 
   bool isCompleted() override {
     return inner_->isCompleted();
@@ -75,7 +96,7 @@ class SimWork final : public c10d::Work {
 
  private:
   WorkPtr inner_;
-  Tensors kept_;
+  Holds holds_;
   Tensors results_;
 };
 
@@ -88,60 +109,72 @@ class SimBackend final : public c10d::Backend {
     return "sim";
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->broadcast(views, options), tensors, tensors);
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->broadcast(views, options), holds, tensors);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->allreduce(views, options), tensors, tensors);
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->allreduce(views, options), holds, tensors);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->allreduce_coalesced(views, options), tensors, tensors);
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->allreduce_coalesced(views, options), holds, tensors);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->reduce(views, options), tensors, tensors);
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->reduce(views, options), holds, tensors);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->allgather(out_views, in_views, options), inputs, outputs.empty() ? Tensors{} : outputs[0]);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->allgather(out_views, in_views, options), holds, outputs.empty() ? Tensors{} : outputs[0]);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto out_view = host_view(output);
-    auto in_view = host_view(input);
-    return wrap(inner_->_allgather_base(out_view, in_view, options), {input}, {output});
+    Holds holds;
+    auto out_view = lend(output, holds);
+    auto in_view = lend(input, holds);
+    return wrap(inner_->_allgather_base(out_view, in_view, options), holds, {output});
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->allgather_into_tensor_coalesced(out_views, in_views, options), inputs, outputs);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->allgather_into_tensor_coalesced(out_views, in_views, options), holds, outputs);
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->gather(out_views, in_views, options), inputs, outputs.empty() ? Tensors{} : outputs[0]);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->gather(out_views, in_views, options), holds, outputs.empty() ? Tensors{} : outputs[0]);
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->scatter(out_views, in_views, options), inputs.empty() ? Tensors{} : inputs[0], outputs);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->scatter(out_views, in_views, options), holds, outputs);
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->reduce_scatter(out_views, in_views, options), inputs.empty() ? Tensors{} : inputs[0], outputs);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->reduce_scatter(out_views, in_views, options), holds, outputs);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    auto out_view = host_view(output);
-    auto in_view = host_view(input);
-    return wrap(inner_->_reduce_scatter_base(out_view, in_view, options), {input}, {output});
+    Holds holds;
+    auto out_view = lend(output, holds);
+    auto in_view = lend(input, holds);
+    return wrap(inner_->_reduce_scatter_base(out_view, in_view, options), holds, {output});
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->reduce_scatter_tensor_coalesced(out_views, in_views, options), inputs, outputs);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->reduce_scatter_tensor_coalesced(out_views, in_views, options), holds, outputs);
   }
   WorkPtr alltoall_base(
       at::Tensor& output,
@@ -149,26 +182,31 @@ class SimBackend final : public c10d::Backend {
       std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
-    auto out_view = host_view(output);
-    auto in_view = host_view(input);
-    return wrap(inner_->alltoall_base(out_view, in_view, output_sizes, input_sizes, options), {input}, {output});
+    Holds holds;
+    auto out_view = lend(output, holds);
+    auto in_view = lend(input, holds);
+    return wrap(inner_->alltoall_base(out_view, in_view, output_sizes, input_sizes, options), holds, {output});
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    auto out_views = host_views(outputs);
-    auto in_views = host_views(inputs);
-    return wrap(inner_->alltoall(out_views, in_views, options), inputs, outputs);
+    Holds holds;
+    auto out_views = lend(outputs, holds);
+    auto in_views = lend(inputs, holds);
+    return wrap(inner_->alltoall(out_views, in_views, options), holds, outputs);
   }
   WorkPtr send(Tensors& tensors, int target, int tag) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->send(views, target, tag), tensors, {});
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->send(views, target, tag), holds, {});
   }
   WorkPtr recv(Tensors& tensors, int source, int tag) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->recv(views, source, tag), tensors, tensors);
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->recv(views, source, tag), holds, tensors);
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    auto views = host_views(tensors);
-    return wrap(inner_->recvAnysource(views, tag), tensors, tensors);
+    Holds holds;
+    auto views = lend(tensors, holds);
+    return wrap(inner_->recvAnysource(views, tag), holds, tensors);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     return inner_->barrier(options);
@@ -181,8 +219,8 @@ class SimBackend final : public c10d::Backend {
   }
 
  private:
-  static WorkPtr wrap(WorkPtr inner, Tensors kept, Tensors results) {
-    return c10::make_intrusive<SimWork>(std::move(inner), std::move(kept), std::move(results));
+  static WorkPtr wrap(WorkPtr inner, Holds holds, Tensors results) {
+    return c10::make_intrusive<SimWork>(std::move(inner), std::move(holds), std::move(results));
   }
 
   c10::intrusive_ptr<c10d::Backend> inner_;

@@ -53,6 +53,7 @@ void book(int device, int64_t num_bytes) {
   }
   account.live_bytes += num_bytes;
   account.peak_bytes = std::max(account.peak_bytes, account.live_bytes);
+  account.told_peak_bytes = std::max(account.told_peak_bytes, account.live_bytes);
   account.num_allocations += num_bytes > 0;
 }
 
@@ -101,7 +102,7 @@ struct SimAllocator final : c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
       (*bytes)[0].current = now.live_bytes;
-      (*bytes)[0].peak = now.peak_bytes;
+      (*bytes)[0].peak = now.told_peak_bytes;
     }
     stats.allocation[0].allocated = now.num_allocations;
     stats.num_ooms = now.num_refusals;
@@ -111,7 +112,7 @@ struct SimAllocator final : c10::DeviceAllocator {
     reset_traffic(device);
   }
   void resetPeakStats(c10::DeviceIndex device) override {
-    reset_peak(device);
+    reset_told_peak(device);
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     check_device(device);
@@ -322,7 +323,13 @@ Account account(int device) {
 void reset_peak(int device) {
   check_device(device);
   std::lock_guard<std::mutex> guard(g_lock);
-  g_accounts[device].peak_bytes = g_accounts[device].live_bytes;
+  g_accounts[device].peak_bytes = g_accounts[device].told_peak_bytes = g_accounts[device].live_bytes;
+}
+
+void reset_told_peak(int device) {
+  check_device(device);
+  std::lock_guard<std::mutex> guard(g_lock);
+  g_accounts[device].told_peak_bytes = g_accounts[device].live_bytes;
 }
 
 void reset_traffic(int device) {

@@ -17,6 +17,7 @@ struct Account {
   int64_t capacity_bytes = 0; // 0: no limit.
   int64_t live_bytes = 0;
   int64_t peak_bytes = 0;
+  int64_t told_peak_bytes = 0; // What torch is told: since its own statistics were reset.
   int64_t num_allocations = 0;
   int64_t num_refusals = 0;
   int64_t in_bytes = 0; // From the host.
@@ -34,6 +35,7 @@ int current_device();
 void set_current_device(int device);
 Account account(int device);
 void reset_peak(int device);
+void reset_told_peak(int device);
 void reset_traffic(int device);
 void set_capacity(int device, int64_t capacity_bytes);
 void set_advice(int device, const std::string& advice);
