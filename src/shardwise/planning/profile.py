@@ -7,6 +7,7 @@ from formulas; whoever reads it need not care which.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 from shardwise.core.trace import Trace
@@ -31,12 +32,43 @@ class Span:
     peak_bytes: int = 0
 
 
+class Cause(Enum):
+    """What the engine is told of in a step."""
+
+    OPEN = "a call begins that uses a unit"
+    CLOSE = "it has returned"
+    DIFFERENTIATE = "gradients reach what it returned"
+    DIFFERENTIATED = "all that it was given has gradients"
+    AGAIN = "it is computed again in the backward"
+    GRAD = "a parameter has its gradient"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One of these, and what happens until the next: finer than moments, since the engine takes gradients one by one.
+
+    ``param`` is the name of a parameter, for a gradient; ``grad_bytes`` what that takes; ``is_own`` whether it has memory of its own,
+    dense and in the parameter's own order, which the engine may take over. ``start_bytes`` are the activations that are held when it
+    comes, with the gradient. ``away_bytes`` rest elsewhere, at most, until the next.
+    """
+
+    cause: Cause
+    unit: str
+    span: Span
+    start_bytes: int = 0
+    param: str = ""
+    grad_bytes: int = 0
+    is_own: bool = False
+    away_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Profile:
     """A step of one micro-batch: units, the order of moments, and a span after each of them: those of the forward, then of the backward.
 
     ``param_dtype`` is the dtype in which it was computed (``"float32"``, ``"bfloat16"``, ...), ``num_tokens`` and ``num_samples`` what one
-    micro-batch holds. ``input_bytes`` is what the model is given; ``source`` says how it was found: ``"fake"`` or ``"closed form"``.
+    micro-batch holds. ``input_bytes`` is what the model is given, ``buffer_bytes`` what its modules' buffers take; ``source`` says how it
+    was found: ``"fake"`` or ``"closed form"``. ``beats`` say more exactly what happens when, where that is known.
     """
 
     units: tuple[Unit, ...]
@@ -47,6 +79,8 @@ class Profile:
     num_tokens: int
     input_bytes: int
     source: str
+    buffer_bytes: int = 0
+    beats: tuple[Beat, ...] = ()
 
     @property
     def forward(self) -> tuple[Span, ...]:

@@ -15,11 +15,11 @@ from shardwise.core.errors import OffloadError
 from shardwise.devices import torch_private
 from shardwise.runtime.executor import Executor
 
-_LEAST_BYTES = 4096
+LEAST_BYTES = 4096
 """What is smaller stays: it would take longer to send than it is worth."""
 
 
-_MOST_STRETCH = 2
+MOST_STRETCH = 2
 """How much more memory than elements a tensor may span, to be taken with all that lies between."""
 
 
@@ -168,7 +168,7 @@ class Room:
         self._executor.note_activations()
         with torch.no_grad():
             values, form = tensor.detach(), _Form.of(tensor)
-            if form.stretch > _MOST_STRETCH * tensor.numel():
+            if form.stretch > MOST_STRETCH * tensor.numel():
                 values = values.contiguous()  # It shows but little of its memory.
                 form = _Form.of(values)
             # As it lies in memory, so that it comes back in the same form and kernels add in the same order.
@@ -202,7 +202,7 @@ class Room:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         return (
             is_plain
-            and tensor.nbytes >= _LEAST_BYTES
+            and tensor.nbytes >= LEAST_BYTES
             and not (tensor.is_leaf and tensor.requires_grad)
             and self._place.suits(tensor.device)
             and self._place.is_open
