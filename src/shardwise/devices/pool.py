@@ -12,7 +12,7 @@ from shardwise.devices import torch_private
 from shardwise.devices.malloc import Heap
 
 CPU = torch.device("cpu")
-_WASTE = 0.5
+WASTE = 0.5
 """A buffer serves a request if not more than this part of it stays unused."""
 _LARGE_BYTES = 2**20
 """From here on it is worth while to look at the heap first."""
@@ -122,7 +122,7 @@ class Pool:
         best: _Free | None = None
         for free in self._free:
             size = free.storage.nbytes()
-            fits = num_bytes <= size and size * (1 - _WASTE) <= num_bytes
+            fits = num_bytes <= size and size * (1 - WASTE) <= num_bytes
             if fits and free.storage.device == device and (best is None or size <= best.storage.nbytes()):
                 best = free
         if best is None:

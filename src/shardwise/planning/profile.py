@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from shardwise.core.trace import Trace
+from shardwise.core.trace import Point, Trace
 from shardwise.core.unit import Unit
 
 
@@ -106,3 +106,24 @@ class Profile:
     def peak_activation_bytes(self) -> int:
         """The most activations that are held at once."""
         return max((span.peak_bytes for span in self.spans), default=0)
+
+
+_CAUSES = {Point.PRE_FORWARD: Cause.OPEN, Point.POST_FORWARD: Cause.CLOSE, Point.PRE_BACKWARD: Cause.DIFFERENTIATE}
+
+
+def beats_of(profile: Profile) -> tuple[Beat, ...]:
+    """The beats of a profile; where these are not known, its moments, with all gradients of a unit at the last of them."""
+    if profile.beats:
+        return profile.beats
+    beats: list[Beat] = []
+    units = {unit.name: unit for unit in profile.units}
+    item_bytes = 2 if profile.param_dtype in ("bfloat16", "float16") else 4
+    for moment, span in zip((*profile.trace.forward, *profile.trace.backward), profile.spans, strict=True):
+        if moment.point in _CAUSES:
+            beats.append(Beat(_CAUSES[moment.point], moment.unit, span, span.live_bytes))
+            continue
+        trained = [param for param in units[moment.unit].params if param.trainable]
+        for param in trained:
+            grad_bytes = param.numel * item_bytes
+            beats.append(Beat(Cause.GRAD, moment.unit, span, span.live_bytes, param.name, grad_bytes))
+    return tuple(beats)
