@@ -56,10 +56,6 @@ class Live(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self._ignored[storage._cdata] = storage
 
-    def ignores(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in such memory."""
-        return torch_private.storage_key(tensor) in self._ignored
-
     def cut(self) -> tuple[Work, int]:
         """The work and the peak since the last cut; both begin anew."""
         found = self.work, self.peak_bytes

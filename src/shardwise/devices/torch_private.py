@@ -199,6 +199,10 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+FAKES: tuple[type, ...] = (FakeTensor,)
+"""What tensors are in such a mode."""
+
+
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses' ``__torch_function__`` is not consulted."""
 

@@ -1,93 +1,103 @@
-"""Activations that rest elsewhere, in a run on fake tensors: which are taken, and what they take there. By the rules of the engine."""
+"""Activations that rest elsewhere, in a run on fake tensors: the engine's own choice of them, and what they take there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 
+from shardwise.core.errors import OffloadError
 from shardwise.devices import torch_private
-from shardwise.devices.live import Live
-from shardwise.runtime.activations import LEAST_BYTES, MOST_STRETCH
+from shardwise.runtime.activations import Room, Saved
+from shardwise.runtime.flat import FlatState
 
 
 class _Line:
-    """Numbers that rest elsewhere, which one or more saved tensors show."""
+    """Numbers that rest elsewhere."""
 
-    def __init__(self, away: Away, num_bytes: int) -> None:
-        self._away = away
-        self._num_bytes = num_bytes
-        self._back: torch.Tensor | None = None
-        self.num_waiting = 0
-        away.add(num_bytes)
+    def __init__(self, place: _Elsewhere, line: torch.Tensor) -> None:
+        self._place = place
+        self._form = line.numel(), line.dtype, line.device
+        self._num_bytes = line.nbytes
+        place.add(self._num_bytes)
 
-    def bring(self, device: torch.device) -> torch.Tensor:
-        """Memory for them on the device, until all that show them have had it."""
-        back = torch.empty(self._num_bytes, dtype=torch.uint8, device=device) if self._back is None else self._back
-        self.num_waiting -= 1
-        self._back = back if self.num_waiting > 0 else None
-        return back
+    def bring(self) -> torch.Tensor:
+        """Memory for them on their device."""
+        numel, dtype, device = self._form
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def __del__(self) -> None:
-        self._away.add(-self._num_bytes)
+        self._place.add(-self._num_bytes)
 
 
-class _Saved:
-    """One saved tensor."""
+class _Elsewhere:
+    """A place without memory, which counts what it would take."""
 
-    def __init__(self, line: _Line, tensor: torch.Tensor) -> None:
-        self.line = line
-        self.dtype = tensor.dtype
-        self.size = tuple(tensor.shape)
-        self.stride = tuple(tensor.stride())
-        line.num_waiting += 1
+    is_open = True
 
-
-class Away:
-    """Saved tensors that rest off the device."""
-
-    def __init__(self, live: Live, device: torch.device) -> None:
-        self._live = live
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lines: WeakValueDictionary[tuple[object, ...], _Line] = WeakValueDictionary()
         self.live_bytes = self.peak_bytes = 0
 
-    def hooks(self) -> Any:
-        """Context in which autograd's saved tensors are taken."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    def suits(self, device: torch.device) -> bool:
+        """What is on the device that computes."""
+        return device == self._device
+
+    def keep(self, line: torch.Tensor) -> _Line:
+        """Take a line in."""
+        return _Line(self, line)
+
+    def fail(self, error: OffloadError) -> None:
+        """Nothing fails here."""
+        raise error
 
     def add(self, num_bytes: int) -> None:
         """So much came, or went."""
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+
+class _Nobody:
+    """Keeps no watch: the run itself counts what is held."""
+
+    flats: Sequence[FlatState] = ()
+
+    def note_activations(self) -> None:
+        """There is nothing to look at."""
+
+
+class Away(Room):
+    """Saved tensors of a run that rest off the device."""
+
+    _kinds = (torch.Tensor, nn.Parameter, *torch_private.FAKES)
+
+    def __init__(self, device: torch.device) -> None:
+        self._elsewhere = _Elsewhere(device)
+        super().__init__(_Nobody(), (), self._elsewhere)
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These stay in any case: parameters and buffers."""
+        self._resident = {torch_private.storage_key(tensor) for tensor in tensors}
+
+    def hooks(self) -> Any:
+        """Context in which autograd's saved tensors are taken."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that rested there since the last cut."""
+        return self._elsewhere.peak_bytes
+
     def cut(self) -> int:
         """What rests there now. The peak begins anew."""
-        self.peak_bytes = self.live_bytes
-        return self.live_bytes
+        self._elsewhere.peak_bytes = self._elsewhere.live_bytes
+        return self._elsewhere.live_bytes
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        is_leaf = tensor.is_leaf and tensor.requires_grad
-        if tensor.layout is not torch.strided or tensor.nbytes < LEAST_BYTES or is_leaf or self._live.ignores(tensor):
-            return tensor.detach()
-        with torch.no_grad():
-            values = tensor.detach()
-            if _stretch(values) > MOST_STRETCH * tensor.numel():
-                values = values.contiguous()
-            key = (torch_private.storage_key(values), values.storage_offset(), _stretch(values), values.dtype, tensor._version)
-            line = self._lines.get(key)
-            if line is None:
-                line = self._lines[key] = _Line(self, _stretch(values) * values.element_size())
-            return _Saved(line, values)
+        away = self.put(tensor)
+        return tensor.detach() if away is None else away
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
-            return saved  # type: ignore[no-any-return]
-        with torch.no_grad():
-            return saved.line.bring(self._device).view(saved.dtype).as_strided(saved.size, saved.stride)
-
-
-def _stretch(tensor: torch.Tensor) -> int:
-    """Elements of the memory that a tensor spans."""
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return self.bring(saved) if isinstance(saved, Saved) else saved

@@ -64,7 +64,9 @@ class Beats(Recorder):
     def differentiate(self, units: Sequence[str]) -> None:
         """Gradients reach what a call has returned."""
         for unit in units:
-            self._cut(Beat(Cause.DIFFERENTIATE, unit, Span()), Moment(Point.PRE_BACKWARD, unit) if unit not in self._tables else None)
+            self._cut(
+                Beat(Cause.DIFFERENTIATE, unit, Span()), Moment(Point.PRE_BACKWARD, unit) if unit not in self._tables else None
+            )
 
     def differentiated(self, units: Sequence[str]) -> None:
         """All that a call was given has gradients."""

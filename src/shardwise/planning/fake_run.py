@@ -107,7 +107,7 @@ class _Run:
         self._plan = plan
         self._device = device
         self._live = Live(device)
-        self._away = Away(self._live, device) if plan.activations in (Tier.HOST.value, Tier.DISK.value) else None
+        self._away = Away(device) if plan.activations in (Tier.HOST.value, Tier.DISK.value) else None
         self.beats = Beats(units, self._live, self._away, also_opened, tables_of(model, units))
         self._dtypes = {
             name: (Precision.of(flat, plan).compute, param)
@@ -128,6 +128,8 @@ class _Run:
             inputs, targets = torch_private.map_tensors(torch.Tensor, self._fake_input, (as_call(batch.inputs), batch.targets))
             given = [*tensors_in((inputs, targets))]
             self._live.ignore([*(param for _, param in self._params), *self._buffers, *given])
+            if self._away is not None:
+                self._away.leave([*(param for _, param in self._params), *self._buffers])
             self._hook(stack)
             stack.enter_context(self._live)
             with Reads(self.beats, unit_of):

@@ -71,6 +71,13 @@ class HeldFlat:
         """Of full gradients."""
         return self.layout.numel * self.precision.reduce.itemsize
 
+    def padded_bytes(self, item_bytes: int) -> int:
+        """What a gather takes besides, where ranks own different numbers of elements: rows of one length, and one more to send."""
+        is_alone = StateKind.OPTIM not in self.sharded and self.form.is_fetched
+        if self.layout.is_even or self.layout.num_ranks == 1 or self.host_tier is Tier.DEVICE or is_alone:
+            return 0
+        return (self.layout.num_ranks + 1) * max(self.layout.sizes) * item_bytes
+
     @property
     def is_kept_whole(self) -> bool:
         """Whether the buffer of full gradients goes on as that of reduced ones."""
@@ -99,6 +106,9 @@ class HeldFlat:
         if self.form.has_copy:
             held[self.rest.param, Kind.PARAM] += self.own * self.precision.compute.itemsize
         held[Tier.DEVICE, Kind.PARAM] += full_bytes - (master_bytes if self.form.is_aliased else 0)
+        if self.form.is_fetched:
+            # What parameters point to meanwhile: a number for each form of them.
+            held[Tier.DEVICE, Kind.PARAM] += len(self.spec.params) * self.precision.compute.itemsize
         return held
 
 

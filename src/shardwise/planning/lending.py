@@ -38,6 +38,7 @@ class Lending:
         self._is_on_host = is_on_host
         self._kept = {Kind.GATHERED, Kind.FULL_GRAD, Kind.GRAD} if is_scarce else {Kind.GATHERED}
         self._free: list[_Free] = []
+        self._lingering: list[_Free] = []
 
     def _is_kept(self, kind: Kind, tier: Tier) -> bool:
         return tier is Tier.HOST or (self._is_on_host and kind in self._kept)
@@ -65,6 +66,18 @@ class Lending:
         else:
             self._ledger.add(Kind.POOL, loan.num_bytes - loan.held_bytes, loan.tier)
 
+    def linger(self, loan: Loan) -> None:
+        """Take back what someone has a view of until the next call, as an optimizer has of its gradients: it cannot be lent before."""
+        for free in self._lingering:
+            self._free.append(free)
+        self._lingering.clear()
+        if loan.tier is Tier.HOST:
+            self._ledger.add(loan.kind, -loan.num_bytes, loan.tier)
+            self._ledger.add(Kind.POOL, loan.num_bytes, loan.tier)
+            self._lingering.append(_Free(loan.held_bytes, loan.tier))
+        else:
+            self.give(loan)
+
     def rebook(self, loan: Loan, kind: Kind) -> Loan:
         """The same memory for something else."""
         self._ledger.add(loan.kind, -loan.num_bytes, loan.tier)
@@ -73,6 +86,8 @@ class Lending:
 
     def end_step(self) -> None:
         """Let go of what a step did not use."""
+        self._free += self._lingering
+        self._lingering.clear()
         for free in [free for free in self._free if not free.is_fresh]:
             self._free.remove(free)
             self._ledger.add(Kind.POOL, -free.num_bytes, free.tier)

@@ -66,11 +66,17 @@ class MemoryPrediction:
     """What the device holds at its peak."""
     input_bytes: int
     """One micro-batch, on the device."""
+    late_bytes: int = 0
+    """What may come on top on the device: a collective lets go of its buffers a little after it has ended."""
 
     @property
     def device_bytes(self) -> int:
         """The most that is held on the device."""
         return self.peak_bytes.get(Tier.DEVICE, 0)
+
+    def fits(self, capacity_bytes: int) -> bool:
+        """Whether a device that gives so many bytes to tensors is enough, also where a collective is late."""
+        return self.device_bytes + self.late_bytes <= capacity_bytes
 
 
 def predict_memory(profile: Profile, plan: Plan, place: Place | int, loop: Loop | None = None) -> MemoryPrediction:
@@ -141,6 +147,7 @@ class _Walk:
                 is_on_disk = flat.rest.optim is Tier.DISK
                 numel = flat.own if is_on_disk else sum(flat.segments)
                 state_bytes = round(self._cost.num_states * numel * flat.precision.master.itemsize)
+                state_bytes += self._cost.counter_bytes * len(flat.segments)
                 self._ledger.add(Kind.OPTIM, state_bytes, Tier.DISK if is_on_disk else flat.update_tier)
         if self._plan.uses_disk:
             self._ledger.add(Kind.STAGING, self._staging_bytes(), Tier.DEVICE if self._place.is_on_host else Tier.HOST)
@@ -149,9 +156,7 @@ class _Walk:
         """The memory between disk and computation, as much as may be taken of it."""
         rests = rests_of(self._profile.units, self._plan, is_on_host=self._place.is_on_host)
         num_states = round(self._cost.num_states)
-        need = need_of_flats(
-            self._profile.units, self._plan, rests, self._place.layout_kind, self._place.num_ranks, num_states
-        )
+        need = need_of_flats(self._profile.units, self._plan, rests, self._place.layout_kind, self._place.num_ranks, num_states)
         piece_bytes = PIECE_BYTES if self._plan.activations == Tier.DISK.value else 0
         return self._plan.staging_bytes or LOADS_AT_ONCE * max(need.load_bytes, piece_bytes)
 
@@ -163,7 +168,9 @@ class _Walk:
         peaks[Tier.DEVICE] += input_bytes
         by_account = {account: ledger.peak_since_mark(account[1], account[0]) for account in ledger.accounts}
         by_account = {account: num_bytes for account, num_bytes in by_account.items() if num_bytes}
-        return MemoryPrediction(peaks, dict(self._moments), by_account, dict(self._at_peak), input_bytes)
+        return MemoryPrediction(
+            peaks, dict(self._moments), by_account, dict(self._at_peak), input_bytes, self._reductions.largest_bytes
+        )
 
     # A step
 
@@ -267,6 +274,9 @@ class _Walk:
                 self._take_turn(flat)
         for tier, num_bytes in copied.items():
             self._ledger.add(Kind.ACTIVATION, -num_bytes, tier)
+        if StateKind.OPTIM in self._plan.sharded:  # Updated parameters are gathered, all at once.
+            resident = [flat for flat in trained if not flat.form.is_fetched]
+            self._pass_by(sum(flat.padded_bytes(flat.precision.compute.itemsize) for flat in resident))
 
     def _take_turn(self, flat: HeldFlat) -> None:
         """Bring what rests elsewhere, update it, and put it back."""
@@ -280,7 +290,10 @@ class _Walk:
         self._work([flat])
         self._ledger.add(Kind.ACTIVATION, -cast_bytes, tier)
         for loan in loans:
-            self._lending.give(loan)
+            if loan.kind is Kind.GRAD:
+                self._lending.linger(loan)
+            else:
+                self._lending.give(loan)
 
     def _work(self, flats: Sequence[HeldFlat]) -> None:
         """The temporary numbers of an update of some buffers together."""
@@ -300,9 +313,7 @@ class _Pass:
 
     def __init__(self, profile: Profile, goals: Counter[str]) -> None:
         self._goals = goals
-        self._trained = {
-            unit.name: {param.name for param in unit.params if param.trainable} for unit in profile.units
-        }
+        self._trained = {unit.name: {param.name for param in unit.params if param.trainable} for unit in profile.units}
         self._missing: dict[str, set[str]] = {}
         self._num_grads: Counter[str] = Counter()
 

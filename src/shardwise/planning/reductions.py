@@ -53,9 +53,19 @@ class Reductions:
         self._in_flight: deque[list[_Underway]] = deque()
         self._reduced: dict[str, Loan | None] = {}
         self._completed: list[tuple[HeldFlat, Loan | None]] = []
+        self._regathers: list[Loan] = []
+        """What gathers of reduced gradients take besides."""
         self._order: tuple[str, ...] = ()
         self._next = 0
         self._ready: set[str] = set()
+
+    @property
+    def largest_bytes(self) -> int:
+        """What the reduction of one unit holds at most, with what others send. Nobody else is there to wait for, in a world of one."""
+        if self._place.num_ranks == 1:
+            return 0
+        num_buffers = 2 if self._place.is_staged else 1
+        return num_buffers * max((sum(flat.local_bytes for flat in flats) for flats in self._units.values()), default=0)
 
     def begin(self, order: Sequence[str]) -> None:
         """A backward begins whose units are reduced in an order."""
@@ -146,6 +156,8 @@ class Reductions:
                 reduced = early or self._lending.take(part_bytes, Kind.GRAD)
                 self._lending.give(item.local)
             is_early = StateKind.OPTIM in self._plan.sharded
+            if not is_early:
+                self._regathers.append(self._lending.take(flat.padded_bytes(flat.precision.reduce.itemsize), Kind.WIRE))
             self._completed.append((flat, self._bring_to_rest(flat, reduced) if is_early else reduced))
 
     def _bring_to_rest(self, flat: HeldFlat, reduced: Loan | None) -> Loan | None:
@@ -164,6 +176,8 @@ class Reductions:
         while self._in_flight:
             self._complete(self._in_flight.popleft())
         self._end_reducing(residence)
+        while self._regathers:
+            self._lending.give(self._regathers.pop())
         completed = [(flat, self._bring_to_rest(flat, reduced)) for flat, reduced in self._completed]
         self._completed.clear()
         for flat, reduced in completed:

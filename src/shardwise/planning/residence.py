@@ -25,6 +25,8 @@ class Residence:
         self._lending = lending
         self._is_sharded = plan.fetches_params
         self._gathered: dict[str, list[Loan]] = {}
+        self._under_way: dict[str, list[Loan]] = {}
+        """What gathers that have not ended take besides."""
         self._leases: Counter[str] = Counter()
         self._of_backward: Counter[str] = Counter()
         self._kept: frozenset[str] = frozenset()
@@ -145,11 +147,22 @@ class Residence:
             return
         self.gather_postponed()
         if unit not in self._gathered:
-            sizes = [flat.gathered_bytes for flat in self._units[unit] if flat.form.is_fetched]
-            self._gathered[unit] = [self._lending.take(num_bytes, Kind.GATHERED) for num_bytes in sizes]
+            loans: list[Loan] = []
+            padding: list[Loan] = []
+            for flat in self._units[unit]:
+                if flat.form.is_fetched:
+                    loans.append(self._lending.take(flat.gathered_bytes, Kind.GATHERED))
+                    padding.append(self._lending.take(flat.padded_bytes(flat.precision.compute.itemsize), Kind.WIRE))
+            self._gathered[unit], self._under_way[unit] = loans, padding
+
+    def _arrive(self, unit: str) -> None:
+        """A gather has ended."""
+        for loan in self._under_way.pop(unit, []):
+            self._lending.give(loan)
 
     def _hold(self, unit: str) -> None:
         self._gather(unit)
+        self._arrive(unit)
         self._leases[unit] += 1
 
     def _release(self, unit: str) -> None:
@@ -158,6 +171,7 @@ class Residence:
 
     def _drop(self, unit: str) -> None:
         if not self._leases[unit] and unit not in self._kept:
+            self._arrive(unit)
             for loan in self._gathered.pop(unit, []):
                 self._lending.give(loan)
 

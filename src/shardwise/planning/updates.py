@@ -53,6 +53,8 @@ class UpdateCost:
     num_states: float
     on_device: Scratch
     on_host: Scratch
+    counter_bytes: int = 0
+    """For each parameter, where its state is: fused kernels count steps on the device, others on the host."""
 
 
 def update_cost(optimizer: Optimizer | str | int = "adamw") -> UpdateCost:
@@ -65,8 +67,9 @@ def update_cost(optimizer: Optimizer | str | int = "adamw") -> UpdateCost:
     Raises:
         UsageError: The name is unknown, or the number is below 0.
 
-    >>> update_cost("adamw")
-    UpdateCost(num_states=2.0, on_device=Scratch(of_all=1.0, of_largest=0.0), on_host=Scratch(of_all=0.0, of_largest=3.0))
+    >>> cost = update_cost("adamw")
+    >>> cost.num_states, cost.on_device, cost.on_host
+    (2.0, Scratch(of_all=1.0, of_largest=0.0), Scratch(of_all=0.0, of_largest=3.0))
     """
     if isinstance(optimizer, str):
         return _of_name(optimizer.lower())
@@ -90,7 +93,7 @@ def _of_name(name: str) -> UpdateCost:
 
 def _measured(optimizer: Optimizer) -> UpdateCost:
     if any(group.get("fused") for group in optimizer.param_groups):
-        return UpdateCost(float(num_states_of([optimizer])), Scratch(), Scratch())  # All in one kernel.
+        return UpdateCost(float(num_states_of([optimizer])), Scratch(), Scratch(), torch.float32.itemsize)  # All in one kernel.
     try:
         (kept, on_device), (_, on_host) = (_scratch(optimizer, is_foreach=is_foreach) for is_foreach in (True, False))
     except Exception:  # Whatever an optimizer of a user's does with tensors that have no values.
