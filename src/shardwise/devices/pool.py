@@ -12,7 +12,7 @@ from shardwise.devices import torch_private
 from shardwise.devices.malloc import Heap
 
 CPU = torch.device("cpu")
-_WASTE = 0.5
+WASTE = 0.5
 """A buffer serves a request if not more than this part of it stays unused."""
 _LARGE_BYTES = 2**20
 """From here on it is worth while to look at the heap first."""
@@ -130,7 +130,7 @@ class Pool:
             self._collect()
         best: _Free | None = None
         for free in self._free:
-            fits = num_bytes <= free.num_bytes and free.num_bytes * (1 - _WASTE) <= num_bytes
+            fits = num_bytes <= free.num_bytes and free.num_bytes * (1 - WASTE) <= num_bytes
             if fits and free.device == device and (best is None or free.num_bytes <= best.num_bytes):
                 best = free
         if best is None:

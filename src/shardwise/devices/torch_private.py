@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
@@ -120,8 +120,15 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def _num_owners_of_new_grad() -> int:
+def _num_owners_of_new_grad(is_fake: bool) -> int:
     """How many owners the memory of a gradient has while autograd hands it to a hook and nobody else knows of it."""
+    if is_fake:
+        with fake_tensor_mode():
+            return _count_owners_of_new_grad()
+    return _count_owners_of_new_grad()
+
+
+def _count_owners_of_new_grad() -> int:
     counts: list[int] = []
     param = torch.nn.Parameter(torch.zeros(2))
 
@@ -138,7 +145,13 @@ def _num_owners_of_new_grad() -> int:
 def is_nobody_elses(grad: torch.Tensor) -> bool:
     """Whether a gradient in a hook after accumulation has memory of its own, of which nobody else holds a view."""
     storage = grad.untyped_storage()
-    return storage.nbytes() == grad.nbytes and torch._C._storage_Use_Count(storage._cdata) <= _num_owners_of_new_grad()
+    num_owners = torch._C._storage_Use_Count(storage._cdata)
+    return storage.nbytes() == grad.nbytes and num_owners <= _num_owners_of_new_grad(isinstance(grad, FakeTensor))
+
+
+def num_owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold a tensor, and how many its memory: comparable between calls from one place."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 def tensor_over(storage: torch.UntypedStorage, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -184,6 +197,10 @@ def outside_transforms() -> Any:
 def fake_tensor_mode() -> Any:
     """A mode in which tensors have forms but no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+FAKES: tuple[type, ...] = (FakeTensor,)
+"""What tensors are in such a mode."""
 
 
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass

@@ -7,9 +7,10 @@ size, from formulas; whoever reads it need not care which.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
-from shardwise.core.trace import Trace
+from shardwise.core.trace import Point, Trace
 from shardwise.core.unit import Unit
 
 
@@ -31,13 +32,43 @@ class Span:
     peak_bytes: int = 0
 
 
+class Cause(Enum):
+    """What the engine is told of in a step."""
+
+    OPEN = "a call begins that uses a unit"
+    CLOSE = "it has returned"
+    DIFFERENTIATE = "gradients reach what it returned"
+    DIFFERENTIATED = "all that it was given has gradients"
+    AGAIN = "it is computed again in the backward"
+    GRAD = "a parameter has its gradient"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One of these, and what happens until the next: finer than moments, since the engine takes gradients one by one.
+
+    ``param`` is the name of a parameter, for a gradient; ``grad_bytes`` what that takes; ``is_own`` whether it has memory of its own,
+    dense and in the parameter's own order, which the engine may take over. ``start_bytes`` are the activations that are held when it
+    comes, with the gradient. ``away_bytes`` rest elsewhere, at most, until the next.
+    """
+
+    cause: Cause
+    unit: str
+    span: Span
+    start_bytes: int = 0
+    param: str = ""
+    grad_bytes: int = 0
+    is_own: bool = False
+    away_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Profile:
     """A step of one micro-batch: units, the order of moments, and a span after each: those of the forward, then of the backward.
 
     ``param_dtype`` is the dtype in which it was computed (``"float32"``, ``"bfloat16"``, ...), ``num_tokens`` and ``num_samples`` what
-    one micro-batch holds. ``input_bytes`` is what the model is given; ``source`` says how it was found: ``"fake"`` or
-    ``"closed form"``.
+    one micro-batch holds. ``input_bytes`` is what the model is given, ``buffer_bytes`` what its modules' buffers take; ``source`` says
+    how it was found: ``"fake"`` or ``"closed form"``. ``beats`` say more exactly what happens when, where that is known.
     """
 
     units: tuple[Unit, ...]
@@ -48,6 +79,8 @@ class Profile:
     num_tokens: int
     input_bytes: int
     source: str
+    buffer_bytes: int = 0
+    beats: tuple[Beat, ...] = ()
 
     @property
     def forward(self) -> tuple[Span, ...]:
@@ -73,3 +106,24 @@ class Profile:
     def peak_activation_bytes(self) -> int:
         """The most activations that are held at once."""
         return max((span.peak_bytes for span in self.spans), default=0)
+
+
+_CAUSES = {Point.PRE_FORWARD: Cause.OPEN, Point.POST_FORWARD: Cause.CLOSE, Point.PRE_BACKWARD: Cause.DIFFERENTIATE}
+
+
+def beats_of(profile: Profile) -> tuple[Beat, ...]:
+    """The beats of a profile; where these are not known, its moments, with all gradients of a unit at the last of them."""
+    if profile.beats:
+        return profile.beats
+    beats: list[Beat] = []
+    units = {unit.name: unit for unit in profile.units}
+    item_bytes = 2 if profile.param_dtype in ("bfloat16", "float16") else 4
+    for moment, span in zip((*profile.trace.forward, *profile.trace.backward), profile.spans, strict=True):
+        if moment.point in _CAUSES:
+            beats.append(Beat(_CAUSES[moment.point], moment.unit, span, span.live_bytes))
+            continue
+        trained = [param for param in units[moment.unit].params if param.trainable]
+        for param in trained:
+            grad_bytes = param.numel * item_bytes
+            beats.append(Beat(Cause.GRAD, moment.unit, span, span.live_bytes, param.name, grad_bytes))
+    return tuple(beats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.core.errors import OffloadError
 from shardwise.devices import torch_private
-from shardwise.runtime.executor import Executor
+from shardwise.runtime.flat import FlatState
 
-_LEAST_BYTES = 4096
+LEAST_BYTES = 4096
 """What is smaller stays: it would take longer to send than it is worth."""
 
 
-_MOST_STRETCH = 2
+MOST_STRETCH = 2
 """How much more memory than elements a tensor may span, to be taken with all that lies between."""
 
 
@@ -57,6 +57,19 @@ class Place(Protocol):
 
     def fail(self, error: OffloadError) -> None:
         """Note that something could not be read or written: all ranks stop when they next meet."""
+        ...
+
+
+class Watch(Protocol):
+    """Who keeps watch over the memory of a model's device."""
+
+    @property
+    def flats(self) -> Sequence[FlatState]:
+        """The buffers of the model's parameters."""
+        ...
+
+    def note_activations(self) -> None:
+        """Look at what is held now: it is about to change."""
         ...
 
 
@@ -145,17 +158,20 @@ class Saved:
 class Room:
     """Decides which saved tensors rest elsewhere, takes them in and brings them back. What is saved several times is kept once."""
 
-    def __init__(self, executor: Executor, modules: Iterable[nn.Module], place: Place) -> None:
-        self._executor = executor
+    def __init__(self, watch: Watch, modules: Iterable[nn.Module], place: Place) -> None:
+        self._watch = watch
         self._modules = tuple(modules)
         self._place = place
         self._resident: set[int] = set()
         self._known: WeakValueDictionary[tuple[object, ...], _Shared] = WeakValueDictionary()
         """By memory, version and stretch."""
 
+    _kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter)
+    """What is taken of tensors."""
+
     def look_around(self) -> None:
         """A call begins: note the memory of weights and buffers, which stays in any case."""
-        found = [flat.full for flat in self._executor.flats if flat.full is not None]
+        found = [flat.full for flat in self._watch.flats if flat.full is not None]
         for module in self._modules:
             found += torch_private.buffers_of(module)
             found += [param for param in module.parameters(recurse=False) if type(param) is nn.Parameter]
@@ -165,10 +181,10 @@ class Room:
         """Take a tensor in; None if it stays."""
         if not self._takes(tensor):
             return None
-        self._executor.note_activations()
+        self._watch.note_activations()
         with torch.no_grad():
             values, form = tensor.detach(), _Form.of(tensor)
-            if form.stretch > _MOST_STRETCH * tensor.numel():
+            if form.stretch > MOST_STRETCH * tensor.numel():
                 values = values.contiguous()  # It shows but little of its memory.
                 form = _Form.of(values)
             # As it lies in memory, so that it comes back in the same form and kernels add in the same order.
@@ -194,15 +210,15 @@ class Room:
             values = saved.form.view(
                 torch.full((saved.form.stretch,), float("nan") if is_number else 0, dtype=saved.dtype, device=saved.device)
             )
-        self._executor.note_activations()
+        self._watch.note_activations()
         return values
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         """Activations of some size: not parameters and buffers, which stay anyway, nor tensors of other libraries' kinds."""
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+        is_plain = type(tensor) in self._kinds and tensor.layout is torch.strided and not tensor.is_quantized
         return (
             is_plain
-            and tensor.nbytes >= _LEAST_BYTES
+            and tensor.nbytes >= LEAST_BYTES
             and not (tensor.is_leaf and tensor.requires_grad)
             and self._place.suits(tensor.device)
             and self._place.is_open

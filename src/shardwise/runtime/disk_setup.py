@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from shardwise.core.errors import OffloadError, PlanError
 from shardwise.core.footprint import LOADS_AT_ONCE
 from shardwise.core.ledger import Tier
 from shardwise.core.plan import Plan, StateKind
-from shardwise.core.rest import rests_of
+from shardwise.core.rest import Rest, rests_of
 from shardwise.core.sizes import format_bytes
 from shardwise.core.unit import Unit
 from shardwise.runtime.engine import Setup
@@ -35,12 +35,18 @@ class DiskNeed:
 
 def need_of(units: Sequence[Unit], setup: Setup, device: torch.device, num_states: int) -> DiskNeed:
     """What rests on disk. Numbers that optimizers keep for each element are not known before their first step: ``num_states``."""
-    plan, num_ranks = setup.plan, setup.lanes.size
-    rests = rests_of(units, plan, is_on_host=device.type == "cpu")
+    rests = rests_of(units, setup.plan, is_on_host=device.type == "cpu")
+    return need_of_flats(units, setup.plan, rests, setup.layout_kind, setup.lanes.size, num_states)
+
+
+def need_of_flats(
+    units: Sequence[Unit], plan: Plan, rests: Mapping[str, Rest], layout_kind: str, num_ranks: int, num_states: int
+) -> DiskNeed:
+    """The same by where each buffer's state rests."""
     file_bytes, load_bytes = [0] * num_ranks, 0
     for flat in (flat for unit in units for flat in unit.flats):
         rest, precision = rests[flat.name], Precision.of(flat, plan)
-        layout = flat.layout(setup.layout_kind, num_ranks=num_ranks, weights=plan.weights)
+        layout = flat.layout(layout_kind, num_ranks=num_ranks, weights=plan.weights)
         sizes = layout.sizes if StateKind.OPTIM in plan.sharded else (layout.numel,) * num_ranks
         for rank, numel in enumerate(sizes):
             lines = [numel * precision.master.itemsize] * (rest.master is Tier.DISK)

@@ -22,7 +22,7 @@ from shardwise.runtime.grads import GradFace
 from shardwise.runtime.reduce import Reduction, begin_reduction, needs_room
 from shardwise.wire.comm import Handle, Receipt
 
-_MOST_IN_FLIGHT = 1
+MOST_IN_FLIGHT = 1
 """Reductions that may still be under way when another is begun; none, where memory goes before time."""
 _PATIENCE_SECONDS = 1.0
 _FIRST_PATIENCE_SECONDS = 2.0
@@ -58,7 +58,7 @@ class Reducer:
     def __init__(self, executor: Executor, tree: Tree) -> None:
         self._executor = executor
         self._tree = tree
-        self._most_in_flight = 0 if executor.is_lean else _MOST_IN_FLIGHT
+        self._most_in_flight = 0 if executor.is_lean else MOST_IN_FLIGHT
         self._is_hopeful = executor.is_lean
         self._order: tuple[str, ...] = ()
         self._next = 0

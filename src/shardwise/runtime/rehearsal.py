@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,9 @@ from shardwise.devices import torch_private
 
 _log = logging.getLogger("shardwise")
 
+Fake = Callable[[str, torch.Tensor], torch.Tensor]
+"""Makes a fake tensor of a parameter, given its name, or of a buffer, which is given none."""
+
 
 @dataclass
 class Rehearsal:
@@ -28,7 +31,7 @@ class Rehearsal:
 
 
 @dataclass
-class _Recorder:
+class Recorder:
     """Open calls, and the moments they bring."""
 
     units: set[str]
@@ -38,6 +41,7 @@ class _Recorder:
     also_opened: list[tuple[str, str]] = field(default_factory=list)
 
     def enter(self, name: str) -> None:
+        """A call of a module begins."""
         self.open_calls.append(name)
         self.open_units.append([])
         if name in self.units:
@@ -46,24 +50,30 @@ class _Recorder:
             self._open(unit)
 
     def _open(self, unit: str) -> None:
-        self.moments.append(Moment(Point.PRE_FORWARD, unit))
+        self.note(Moment(Point.PRE_FORWARD, unit))
         self.open_units[-1].append(unit)
 
+    def note(self, moment: Moment) -> None:
+        """A moment has come."""
+        self.moments.append(moment)
+
     def leave(self) -> None:
+        """The innermost call has returned."""
         self.open_calls.pop()
         for unit in reversed(self.open_units.pop()):
-            self.moments.append(Moment(Point.POST_FORWARD, unit))
+            self.note(Moment(Point.POST_FORWARD, unit))
 
     def read(self, unit: str) -> None:
+        """A parameter of a unit is read: the innermost call opens it, unless it is open."""
         if self.open_calls and not any(unit in opened for opened in self.open_units):
             self.also_opened.append((self.open_calls[-1], unit))
             self._open(unit)
 
 
-class _Reads(TorchFunctionMode):
+class Reads(TorchFunctionMode):
     """Sees which parameters operations read."""
 
-    def __init__(self, recorder: _Recorder, unit_of: dict[int, str]) -> None:
+    def __init__(self, recorder: Recorder, unit_of: dict[int, str]) -> None:
         super().__init__()
         self._recorder = recorder
         self._unit_of = unit_of
@@ -80,19 +90,19 @@ class _Reads(TorchFunctionMode):
 
 def rehearse(model: nn.Module, units: Sequence[Unit], example: Any) -> Rehearsal | None:
     """Run a plain model once on fake tensors. Returns None where that cannot work: then the first step is recorded."""
-    args, kwargs = _as_call(example)
-    recorder = _Recorder({unit.name for unit in units})
+    args, kwargs = as_call(example)
+    recorder = Recorder({unit.name for unit in units})
     mode = torch_private.fake_tensor_mode()
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            unit_of = stack.enter_context(_fake_values(model, units, mode))
+            unit_of = stack.enter_context(fake_values(model, units, lambda name, tensor: mode.from_tensor(tensor)))
             for name, module in model.named_modules():
                 stack.callback(module.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name)).remove)
                 stack.callback(module.register_forward_hook(lambda *_: recorder.leave(), always_call=True).remove)
             fake_args, fake_kwargs = torch_private.map_tensors(torch.Tensor, mode.from_tensor, (args, kwargs))
             stack.enter_context(mode)
-            stack.enter_context(_Reads(recorder, unit_of))
+            stack.enter_context(Reads(recorder, unit_of))
             model(*fake_args, **fake_kwargs)
     except Exception as error:  # Whatever user code does with values that are not there.
         _log.info("The model cannot run on fake tensors (%s); its first step is recorded instead.", error)
@@ -100,32 +110,43 @@ def rehearse(model: nn.Module, units: Sequence[Unit], example: Any) -> Rehearsal
     return Rehearsal(Trace(tuple(recorder.moments), mirror(recorder.moments), "fake"), recorder.also_opened)
 
 
-def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call with a batch: a tensor, a tuple of arguments or a dict of keywords."""
     if isinstance(example, dict):
         return (), example
     return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
 
 
 @contextmanager
-def _fake_values(model: nn.Module, units: Sequence[Unit], mode: Any) -> Iterator[dict[int, str]]:
-    """Put fake tensors in the places of parameters and buffers, and everything that a forward may set back afterwards."""
+def fake_values(model: nn.Module, units: Sequence[Unit], fake: Fake) -> Iterator[dict[int, str]]:
+    """Put fake tensors in the places of parameters and buffers, and everything that a forward may set back afterwards.
+
+    Args:
+        fake: Makes one of a tensor. It is kept at all places that share that.
+
+    Returns:
+        The unit of each fake parameter, by its identity.
+    """
     modules = list(model.modules())
     before = [{key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()} for m in modules]
     unit_of: dict[int, str] = {}
     unit_by_name = {name: unit.name for unit in units for param in unit.params for name in param.names}
-    fakes: dict[int, torch.Tensor] = {}
+    fakes: dict[int, Any] = {}
     try:
         for prefix, module in model.named_modules():
             for key, param in list(module._parameters.items()):
+                name = f"{prefix}.{key}" if prefix else key
                 if param is not None:
-                    fake = fakes.setdefault(id(param), mode.from_tensor(param))
-                    module._parameters[key] = fake
-                    name = f"{prefix}.{key}" if prefix else key
+                    if id(param) not in fakes:
+                        fakes[id(param)] = fake(name, param)
+                    module._parameters[key] = made = fakes[id(param)]
                     if name in unit_by_name:
-                        unit_of[id(fake)] = unit_by_name[name]
+                        unit_of[id(made)] = unit_by_name[name]
             for key, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[key] = fakes.setdefault(id(buffer), mode.from_tensor(buffer))
+                    if id(buffer) not in fakes:
+                        fakes[id(buffer)] = fake("", buffer)
+                    module._buffers[key] = fakes[id(buffer)]
         yield unit_of
     finally:
         for module, state in zip(modules, before, strict=True):
