@@ -15,7 +15,7 @@ RANK_BYTES = 224 * _MIB
 """What a rank takes for itself before it has a model: Python and torch."""
 LEAST_SHARED_BYTES = _GIB
 """Containers often get 64 MiB, which one worker of a data loader fills with a batch."""
-LEAST_SHARED_RATE = 0.5e9
+LEAST_SHARED_RATE = 0.3e9
 """Bytes per second into fresh shared memory. Memory gives several times that, pages that are swapped or encrypted do not."""
 LEAST_FILES, NEEDED_FILES = 1024, 128
 """Files and sockets of a process: what is comfortable, and without which ranks do not even meet."""
@@ -243,7 +243,9 @@ def check_links(host: Host) -> Iterator[Finding]:
     if not is_denied or facts.device != "cpu":
         return
     why = "the system, or the container's seccomp profile, does not allow it"
-    remedy = "For docker: --cap-add=SYS_PTRACE, or --security-opt seccomp=unconfined, and one container for all ranks of a host."
+    remedy = (
+        "For docker: --cap-add=SYS_PTRACE, or --security-opt seccomp=unconfined, and one container for all ranks of a host."
+    )
     if facts.ptrace_scope is not None and facts.ptrace_scope > 1:
         why = f"kernel.yama.ptrace_scope is {facts.ptrace_scope}"
         remedy = "sysctl kernel.yama.ptrace_scope=1"
@@ -259,7 +261,10 @@ def check_disk(host: Host) -> Iterator[Finding]:
     """Where offloaded state would go."""
     facts = host.facts
     if facts.folder_error:
-        text, remedy = f"No offload file can be made in {facts.folder}: {facts.folder_error}", "Give another folder with --folder."
+        text, remedy = (
+            f"No offload file can be made in {facts.folder}: {facts.folder_error}",
+            "Give another folder with --folder.",
+        )
         yield Finding("folder-unusable", Severity.WARNING, text, remedy)
         return
     if not facts.is_direct:
@@ -305,7 +310,9 @@ def check_simulator(host: Host) -> Iterator[Finding]:
 def check_malloc(host: Host) -> Iterator[Finding]:
     """Settings that help to find bugs and cost time, or trade time for memory."""
     settings = host.facts.malloc_settings
-    debugging = {name: value for name, value in settings.items() if name in ("MALLOC_CHECK_", "MALLOC_PERTURB_") and value != "0"}
+    debugging = {
+        name: value for name, value in settings.items() if name in ("MALLOC_CHECK_", "MALLOC_PERTURB_") and value != "0"
+    }
     if debugging:
         told = " and ".join(f"{name}={value}" for name, value in debugging.items())
         text = f"{told} is set: every allocation is filled or checked, which makes steps slower."

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-import shardwise
 from shardwise.core.errors import OffloadError, ShardwiseError
 from shardwise.devices import cross_memory
 from shardwise.devices.memory import room_on_host
@@ -30,7 +29,7 @@ from shardwise.stores.disk import DiskStore
 COMPILERS = ("c++", "g++", "clang++")
 MALLOC_SETTINGS = ("MALLOC_CHECK_", "MALLOC_PERTURB_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
 """Settings of the C library's allocator, and what replaces it."""
-_PROBE_BYTES = 16 * 2**20
+_PROBE_BYTES, _PROBES = 16 * 2**20, 3
 _UNLIMITED = 2**62
 
 
@@ -93,17 +92,18 @@ class Facts:
         if missing:
             raise ShardwiseError(
                 f"Rank {values.get('rank', '?')} did not tell {', '.join(missing)}: it runs shardwise "
-                f"{values.get('shardwise', 'of another version')}, this rank {shardwise.__version__}. Install one version everywhere."
+                f"{values.get('shardwise', 'of another version')}, which is not this rank's. Install one version everywhere."
             )
         return cls(**{name: values[name] for name in names})
 
 
-def gather_facts(folder: Path, environment: Mapping[str, str], *, rank: int = 0, root: Path = Path("/")) -> Facts:
+def gather_facts(folder: Path, environment: Mapping[str, str], *, version: str, rank: int = 0, root: Path = Path("/")) -> Facts:
     """Ask the system. Makes and removes small files in ``folder``, in /dev/shm and nowhere else.
 
     Args:
         folder: Where offloaded state would go.
         environment: As the user has it.
+        version: Of this package.
         root: Where the system tells of itself.
     """
     memory, (folder_error, is_direct) = _numbers(root / "proc/meminfo"), _try_folder(folder)
@@ -114,7 +114,7 @@ def gather_facts(folder: Path, environment: Mapping[str, str], *, rank: int = 0,
         host=socket.gethostname(),
         python=platform.python_version(),
         torch=torch.__version__,
-        shardwise=shardwise.__version__,
+        shardwise=version,
         device=str(accelerator or "cpu"),
         cpu_model=cpu_model(root),
         num_cores=num_cores(),
@@ -208,13 +208,14 @@ def _write_rate(folder: Path) -> float:
     """Bytes per second into a new file in memory that processes share; 0 where there is none, or too little room."""
     if not folder.is_dir() or _disk_usage(folder)[1] < 2 * _PROBE_BYTES:
         return 0.0
-    payload = bytes(_PROBE_BYTES)
-    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
-        begin = time.perf_counter()
-        file.write(payload)
-        file.flush()
-        return _PROBE_BYTES / (time.perf_counter() - begin)
-    return 0.0
+    payload, best = bytes(_PROBE_BYTES), 0.0
+    # The best of a few: whoever else is busy makes memory slow for a moment, not for good.
+    for _ in range(_PROBES):
+        with suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            begin = time.perf_counter()
+            num_bytes = file.write(payload)
+            best = max(best, num_bytes / (time.perf_counter() - begin))
+    return best
 
 
 def _disk_usage(path: Path) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.tree import host_tree
 from shardwise.planning import measure
 from shardwise.planning.facts import Facts
+from shardwise.planning.machine import COLLECTIVES
 from shardwise.planning.measure import LEAST_ROUNDS, MIB, Budget, Sample
 from shardwise.runtime.reduce import begin_reduction, needs_room
 from shardwise.wire.comm import Comm, Lanes, gather_bytes
@@ -29,9 +30,6 @@ from shardwise.wire.local_comm import solo_lanes
 DEADLINE = timedelta(seconds=120)
 SMALLEST_PAYLOAD = 64 * 1024
 MOST_ROUNDS = 50
-COLLECTIVES = ("all_gather", "reduce")
-"""What is measured between ranks: a gather, and an exchange with the sum of what came."""
-
 Tell = Callable[[str, list[Sample]], None]
 """Told on each rank what part is done, and what it gave."""
 
@@ -66,11 +64,12 @@ def open_world(device: torch.device) -> World:
     """The lanes of all ranks, as an engine would get them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return World(solo_lanes(), None, device)
-    # Where ranks meet on the CPU only, as the command starts them, collectives are of its memory.
-    lanes_device = device if dist.get_backend() != "gloo" else torch.device("cpu")
-    lanes = torch_lanes(None, lanes_device, DEADLINE)
+    if device.type != "cpu":
+        group = dist.new_group(backend=dist.get_default_backend_for_device(device), timeout=DEADLINE)
+        return World(torch_lanes(group, device, DEADLINE), None, device)
+    lanes = torch_lanes(None, device, DEADLINE)
     is_direct = lanes.gather.link == "host memory"
-    return World(lanes, torch_lanes(None, lanes_device, DEADLINE, "network") if is_direct else None, device)
+    return World(lanes, torch_lanes(None, device, DEADLINE, "network") if is_direct else None, device)
 
 
 def share_facts(facts: Facts, world: World) -> list[Facts]:
@@ -152,7 +151,6 @@ def merge(ranks: Iterable[list[Sample]]) -> list[Sample]:
 def measure_collectives(lanes: Lanes, budget: Budget, device: torch.device) -> Iterator[Sample]:
     """By payload, which is the whole buffer that a gather fills or a reduction adds up."""
     payload = SMALLEST_PAYLOAD
-    device = device if lanes.gather.link != "host memory" and dist.get_backend() != "gloo" else torch.device("cpu")
     while payload <= max(budget.largest_bytes, MIB):
         for op in COLLECTIVES:
             call = _collective(op, lanes, payload, device)
@@ -165,19 +163,16 @@ def measure_collectives(lanes: Lanes, budget: Budget, device: torch.device) -> I
 
 
 def _collective(op: str, lanes: Lanes, payload: int, device: torch.device) -> Callable[[], None]:
+    """What the engine does: a gather, an exchange with the sum of what came, or, at stage 0, that and a gather of the sums."""
     layout = Layout.even(payload // 4, num_ranks=lanes.size)
-    buffer = torch.ones(layout.numel, device=device)
-    if op == "all_gather":
-
-        def gather() -> None:
-            handle = lanes.gather.all_gather(buffer, layout.cuts, label="doctor")
-            handle.wait()
-            handle.receipt.wait()
-
-        return gather
-    comm, tree = lanes.reduce, host_tree(lanes.hosts)
+    buffer, tree, comm = torch.ones(layout.numel, device=device), host_tree(lanes.hosts), lanes.reduce
     out = torch.empty(layout.sizes[lanes.rank], device=device)
     room = torch.empty(out.numel() * lanes.size, device=device) if needs_room(comm) else None
+
+    def gather(lane: Comm) -> None:
+        handle = lane.all_gather(buffer, layout.cuts, label="doctor")
+        handle.wait()
+        handle.receipt.wait()
 
     def reduce() -> None:
         reduction = begin_reduction(buffer, layout, tree, comm, label="doctor", room=room)
@@ -185,7 +180,12 @@ def _collective(op: str, lanes: Lanes, payload: int, device: torch.device) -> Ca
         reduction.add_up(out)
         reduction.handle.receipt.wait()
 
-    return reduce
+    def reduce_and_gather() -> None:
+        reduce()
+        buffer[slice(*layout.bounds(lanes.rank))].copy_(out)
+        gather(lanes.regather)
+
+    return {"all_gather": lambda: gather(lanes.gather), "reduce_scatter": reduce, "all_reduce": reduce_and_gather}[op]
 
 
 def _timed(call: Callable[[], None]) -> float:
