@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 import shardwise
-from shardwise.cli import checkpoint, completion, report, run, train, verify
+from shardwise.cli import checkpoint, completion, doctor, report, run, train, verify
 from shardwise.cli.exits import CommandError, exit_code_of
 from shardwise.cli.parsing import Parser
 from shardwise.core.errors import ShardwiseError
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=versions)
     parser.add_argument("--debug", action="store_true", help="show tracebacks and launcher logs")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (train, run, report, checkpoint, verify, completion):
+    for command in (train, run, report, checkpoint, verify, doctor, completion):
         command.add_to(commands)
     return parser
 

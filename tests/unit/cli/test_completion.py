@@ -11,7 +11,7 @@ from shardwise.cli.completion import WRITERS, read_commands
 from shardwise.cli.main import build_parser, main
 
 CASES = {
-    "commands": ("", {"train", "report", "run", "verify", "checkpoint", "completion"}),
+    "commands": ("", {"train", "report", "run", "verify", "checkpoint", "doctor", "completion"}),
     "part-of-a-command": ("tr", {"train"}),
     "options": ("train --st", {"--stage", "--steps"}),
     "values": ("train --stage ", {"0", "1", "2", "3"}),

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.devices.cache import cache_folder
 
 NAME = "shardwise_sim"
 _HERE = Path(__file__).parent
@@ -37,7 +38,7 @@ def library(say: Say, cache: Path | None = None) -> Path:
         say: Told what takes long.
         cache: Where it is kept; in the user's cache folder, if None.
     """
-    folder = (_cache_folder() if cache is None else cache) / _fingerprint()
+    folder = (cache_folder() if cache is None else cache) / _fingerprint()
     found = folder / f"{NAME}.so"
     if found.exists():
         return found
@@ -55,24 +56,6 @@ def library(say: Say, cache: Path | None = None) -> Path:
             _compile(compiler, found)
             say("Compiled.")
     return found
-
-
-def _cache_folder() -> Path:
-    """The user's own, or a private one among temporary files where there is no home that can be written."""
-    cache = Path.home() / ".cache" / "shardwise"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK):
-            return cache
-    except OSError:
-        pass
-    cache = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    if cache.stat().st_uid != os.getuid():
-        raise ShardwiseError(
-            f"{cache} belongs to somebody else, who could put a library there. Remove it, or make the home writable."
-        )
-    return cache
 
 
 def _fingerprint() -> str:
