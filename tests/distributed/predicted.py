@@ -1,4 +1,4 @@
-"""Cases of predicted memory: models, plans and loops, each trained for a few steps on simulated devices, whose own count is the truth."""
+"""Cases of predicted memory: models, plans and loops, trained for a few steps on simulated devices, whose own count is the truth."""
 
 from __future__ import annotations
 

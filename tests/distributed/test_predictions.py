@@ -1,6 +1,5 @@
 """Predicted memory against what simulated devices count: stages, ranks, precisions, accumulation, checkpointing, tiers, models."""
 
-
 import pytest
 
 from shardwise.testing import World

@@ -231,7 +231,7 @@ def check_shared_memory(host: Host) -> Iterator[Finding]:
         yield Finding(
             "no-temporary-room",
             Severity.BROKEN,
-            f"The folder for temporary files, {facts.temp_folder}, has {format_bytes(facts.temp_free_bytes)} free: launchers write there.",
+            f"The temporary folder, {facts.temp_folder}, has {format_bytes(facts.temp_free_bytes)} free; launchers write there.",
             "Remove what lies there, or set TMPDIR to a folder with room.",
         )
 

@@ -1,4 +1,4 @@
-"""Gradients on their way through a step, as bytes: full ones, those under way, and reduced ones. The engine's rules, without tensors."""
+"""Gradients on their way through a step, as bytes: full, under way, and reduced. The engine's rules, without tensors."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def update_cost(optimizer: Optimizer | str | int = "adamw") -> UpdateCost:
     """What the step of an optimizer takes.
 
     Args:
-        optimizer: One with any parameters; a name of ``NUM_STATES``; or how many numbers it keeps for each element, of one that needs no
-            temporary numbers.
+        optimizer: One with any parameters; a name of ``NUM_STATES``; or how many numbers it keeps for each element, of one that needs
+            no temporary numbers.
 
     Raises:
         UsageError: The name is unknown, or the number is below 0.

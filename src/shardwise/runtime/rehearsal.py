@@ -127,27 +127,34 @@ def fake_values(model: nn.Module, units: Sequence[Unit], fake: Fake) -> Iterator
     Returns:
         The unit of each fake parameter, by its identity.
     """
-    modules = list(model.modules())
-    before = [{key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()} for m in modules]
     unit_of: dict[int, str] = {}
     unit_by_name = {name: unit.name for unit in units for param in unit.params for name in param.names}
     fakes: dict[int, Any] = {}
-    try:
+
+    def once(name: str, tensor: torch.Tensor) -> Any:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = fake(name, tensor)
+        return fakes[id(tensor)]
+
+    with _set_back(model):
         for prefix, module in model.named_modules():
-            for key, param in list(module._parameters.items()):
+            for key, param in [(key, param) for key, param in module._parameters.items() if param is not None]:
                 name = f"{prefix}.{key}" if prefix else key
-                if param is not None:
-                    if id(param) not in fakes:
-                        fakes[id(param)] = fake(name, param)
-                    module._parameters[key] = made = fakes[id(param)]
-                    if name in unit_by_name:
-                        unit_of[id(made)] = unit_by_name[name]
-            for key, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    if id(buffer) not in fakes:
-                        fakes[id(buffer)] = fake("", buffer)
-                    module._buffers[key] = fakes[id(buffer)]
+                module._parameters[key] = made = once(name, param)
+                if name in unit_by_name:
+                    unit_of[id(made)] = unit_by_name[name]
+            for key, buffer in [(key, buffer) for key, buffer in module._buffers.items() if buffer is not None]:
+                module._buffers[key] = once("", buffer)
         yield unit_of
+
+
+@contextmanager
+def _set_back(model: nn.Module) -> Iterator[None]:
+    """Let modules have the attributes afterwards that they have before."""
+    modules = list(model.modules())
+    before = [{key: dict(value) if isinstance(value, dict) else value for key, value in vars(m).items()} for m in modules]
+    try:
+        yield
     finally:
         for module, state in zip(modules, before, strict=True):
             for key in set(vars(module)) - set(state):
