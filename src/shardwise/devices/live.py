@@ -20,6 +20,11 @@ from torch.utils.flop_counter import flop_registry
 from shardwise.devices import torch_private
 
 _NOT_KERNELS = frozenset({"prim", "prims"})
+_ALIKE = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
+"""Kernels that torch has no formula for, and those that compute the same."""
 
 
 @dataclass
@@ -30,6 +35,10 @@ class Work:
     matmul_flops: float = 0.0
     moved_bytes: float = 0.0
     num_kernels: int = 0
+    matmul_bytes: float = 0.0
+    """The part of ``moved_bytes`` that kernels with ``matmul_flops`` move."""
+    attention_flops: float = 0.0
+    """The part of ``matmul_flops`` in fused attention."""
 
 
 class Live(TorchDispatchMode):
@@ -110,15 +119,27 @@ class Live(TorchDispatchMode):
         work = self.work
         given = _tensors((args, kwargs))
         work.num_kernels += 1
-        work.moved_bytes += sum(tensor.nbytes for tensor in (*given, *made) if tensor.layout is torch.strided)
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        moved_bytes = sum(tensor.nbytes for tensor in (*given, *made) if tensor.layout is torch.strided)
+        work.moved_bytes += moved_bytes
+        formula = flop_registry.get(_ALIKE.get(func.overloadpacket, func.overloadpacket))
         if formula is None:
             work.flops += sum(tensor.numel() for tensor in made)
             return
         with suppress(RuntimeError, ValueError, TypeError, AssertionError):  # Forms that a formula does not know.
-            flops = float(formula(*args, **kwargs, out_val=result))
+            flops = float(formula(*args, **kwargs, out_val=result)) * _part_computed(func, args, kwargs)
             work.matmul_flops += flops
+            work.matmul_bytes += moved_bytes
             work.flops += flops
+            work.attention_flops += flops if "attention" in func.__name__ else 0.0
+
+
+def _part_computed(func: Any, args: Any, kwargs: Any) -> float:
+    """Fused attention leaves out what is masked as later; torch's formulas count all pairs."""
+    if "attention" not in func.__name__:
+        return 1.0
+    names = [argument.name for argument in func._schema.arguments]
+    is_causal = kwargs.get("is_causal", dict(zip(names, args, strict=False)).get("is_causal"))
+    return 0.5 if is_causal else 1.0
 
 
 def _forget(live: weakref.ref[Live], key: int, _: Any) -> None:

@@ -135,7 +135,10 @@ class Beats(Recorder):
 
 
 def _span(work: Work, live_bytes: int, peak_bytes: int) -> Span:
-    return Span(work.flops, work.matmul_flops, work.moved_bytes, work.num_kernels, live_bytes, peak_bytes)
+    held = (live_bytes, peak_bytes)
+    return Span(
+        work.flops, work.matmul_flops, work.moved_bytes, work.num_kernels, *held, work.matmul_bytes, work.attention_flops
+    )
 
 
 def _joined(spans: Sequence[Span]) -> Span:
@@ -146,6 +149,8 @@ def _joined(spans: Sequence[Span]) -> Span:
         sum(span.num_kernels for span in spans),
         spans[-1].live_bytes,
         max(span.peak_bytes for span in spans),
+        sum(span.matmul_bytes for span in spans),
+        sum(span.attention_flops for span in spans),
     )
 
 

@@ -30,6 +30,10 @@ class Span:
     num_kernels: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
+    matmul_bytes: float = 0.0
+    """The part of ``moved_bytes`` that those products move: it is hidden behind their arithmetic, unless they are small."""
+    attention_flops: float = 0.0
+    """The part of ``matmul_flops`` in fused attention, which runs at a lower rate."""
 
 
 class Cause(Enum):
@@ -81,6 +85,8 @@ class Profile:
     source: str
     buffer_bytes: int = 0
     beats: tuple[Beat, ...] = ()
+    recomputed_flops: float = 0.0
+    """The part of the spans' flops that computes anew what was computed before."""
 
     @property
     def forward(self) -> tuple[Span, ...]:
