@@ -7,16 +7,17 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shardwise
-from shardwise.cli.exits import ExitCode
+from shardwise.cli.exits import ExitCode, exit_code_of
 from shardwise.cli.jobs import Job, call_on_ranks
 from shardwise.cli.parsing import Commands, Parser, add_command, add_ranks
 from shardwise.cli.simulated import parse_devices, prepare
-from shardwise.core.errors import UsageError
+from shardwise.core.errors import ShardwiseError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -105,15 +106,23 @@ def _join_ranks(args: argparse.Namespace, arguments: dict[str, Any]) -> int:
 
     from shardwise.wire.host_comm import farewell
 
-    dist.init_process_group("gloo")
-    is_first = dist.get_rank() == 0
-    result = doctor_rank(**arguments)
-    dist.destroy_process_group()
-    exit_code = _conclude(args, result) if is_first else _exit_code(result)
-    farewell()
+    exit_code: int = ExitCode.FAILED
+    try:
+        dist.init_process_group("gloo")
+        is_first = dist.get_rank() == 0
+        result = doctor_rank(**arguments)
+        dist.destroy_process_group()
+        exit_code = _conclude(args, result) if is_first else _exit_code(result)
+        farewell()
+    except ShardwiseError as error:
+        print(f"shardwise: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        exit_code = exit_code_of(error)
+    except Exception:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not a return: a thread of gloo that lets go of a tensor while the interpreter ends would abort it.
+    # Not a return: after an error, threads that wait in a collective would keep the process alive; without one, a thread of gloo
+    # that lets go of a tensor while the interpreter ends would abort it.
     os._exit(exit_code)
 
 

@@ -11,8 +11,8 @@ from shardwise.core.sizes import format_bytes
 from shardwise.planning.facts import COMPILERS, Facts
 
 _MIB, _GIB = 2**20, 2**30
-RANK_BYTES = 224 * _MIB
-"""What a rank takes for itself before it has a model: Python and torch."""
+LEAST_RANK_BYTES = 256 * _MIB
+"""What should be free for a rank that has started and has no model yet."""
 LEAST_SHARED_BYTES = _GIB
 """Containers often get 64 MiB, which one worker of a data loader fills with a batch."""
 LEAST_SHARED_RATE = 0.3e9
@@ -172,13 +172,13 @@ def check_cpu(host: Host) -> Iterator[Finding]:
 
 def check_memory(host: Host) -> Iterator[Finding]:
     """Less memory than there seems to be, or memory that is on a disk."""
-    facts, need = host.facts, len(host.ranks) * RANK_BYTES
-    if facts.free_memory_bytes and facts.free_memory_bytes < need:
+    facts, least = host.facts, len(host.ranks) * LEAST_RANK_BYTES
+    if facts.free_memory_bytes and facts.free_memory_bytes < least:
         yield Finding(
-            "memory-overcommitted",
-            Severity.BROKEN,
-            f"{format_bytes(facts.free_memory_bytes)} of memory are free, but {len(host.ranks)} ranks take "
-            f"{format_bytes(need)} before they have a model.",
+            "little-memory",
+            Severity.WARNING,
+            f"{format_bytes(facts.free_memory_bytes)} of memory are free beside {len(host.ranks)} ranks without a model: "
+            "with one, the system will kill some of them, or put memory on the disk.",
             "End other programs, or use fewer ranks.",
         )
     if facts.swap_used_bytes > SWAP_BYTES:
