@@ -12,9 +12,12 @@ OURS, THEIRS = "#1f6f5c", "#9aa5b1"
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Write all charts for which there are figures; returns their paths."""
-    import matplotlib
-
+    """Write all charts for which there are figures; returns their paths. Without matplotlib there are none, and it says so."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no charts: matplotlib is missing (pip install -c constraints.txt -e '.[bench]')")
+        return []
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
